@@ -1,8 +1,7 @@
 """Sparse convolution for MLX: the public names of the package.
 
 A layer (``nn``) gets a ``Relation``, the kernel map, from the ``CoordinateManager`` of
-its input. ``contraction.conv`` checks the arrays. ``routes.launch`` asks
-``routes.selection`` for a route, and runs its plan on a backend.
+its input. ``contraction.conv`` then runs it on the route that ``routes`` selects.
 """
 
 # Imported first: it warns if another package overwrote files that are imported below.

@@ -1,12 +1,9 @@
 """The two contractions, forward and weight gradient, with their transformations.
 
-``conv`` checks a call once for each key of shapes and settings, and passes it to
-``routes.launch``. Under vjp, jvp and vmap it goes through the rules in this file.
-
 All passes derive from one trilinear form, ``T(x, W, y) = sum over edges of x[i] . W[k]
 . y[o]``: the forward pass is its derivative by y (by x, over the transposed relation),
 and the weight gradient its derivative by W. So every vjp and jvp is one of these passes
-again, to any order.
+again, to any order. ``conv`` checks a call, and ``routes.launch`` runs it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """CoordinateManager: owns coordinate sets and builds the relations between them.
 
-Layers get their kernel maps from the manager of their input. The functions below the
-class select rows of a set, and join two sets: their union, intersection and difference.
-Joins are cached while both sets live.
+Layers get kernel maps from the manager of their input. Also joins of two sets.
 """
 
 from __future__ import annotations
@@ -640,8 +638,7 @@ def _rows(
     return rows or geometry.levels(source.coords, steps, known), known
 
 
-# Joins, by pair of sets. A new set is cached by its key: a cached set or manager would
-# keep its own pair alive for ever.
+# Joins by pair of sets. They cache keys, since sets or a manager keep a pair alive.
 _joins = OfPairs()
 
 

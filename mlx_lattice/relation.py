@@ -1,7 +1,6 @@
 """Relation: the kernel map, a set of edges (input row, output row, kernel offset).
 
-A ``CoordinateManager`` builds relations, and contractions read their views. A relation
-and its transpose share one ``RelationData``: the search, the sizes and all views.
+A relation and its transpose share one ``RelationData``: search, sizes and views.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Search(NamedTuple):
         )
 
 
-class KeptViews:
+class RelationData:
     """The shared data of a relation and its transpose; arguments as for ``Relation``.
 
     Views are cached by (name, swapped); ``swapped`` views are the transpose's.
@@ -194,7 +193,7 @@ class Relation:
         self.in_coords: mx.array | None = in_coords
         self.out_coords: mx.array | None = out_coords
         self.sets: tuple[CoordinateSet, CoordinateSet] | None = sets
-        self._data = KeptViews(n_in, n_out, volume, table, family, mirrored)
+        self._data = RelationData(n_in, n_out, volume, table, family, mirrored)
         self._own = False  # whether it is the transpose that it is called after
         self._start(False)
 

@@ -1,8 +1,8 @@
-"""Scene: points, voxels, boxes and meshes on one HTML page that can be turned.
+"""Scene: points, voxels, boxes and meshes on one interactive HTML page.
 
-The page is k3d's viewer (WebGL) beside a legend whose entries can be switched. It holds
-the viewer and the data, so it needs no network. Needs the extra ``viz``. The tables
-that notebooks show of tensors, relations and others are made here too.
+The page is k3d's viewer (WebGL) beside a legend that shows and hides its entries. It
+contains the viewer and the data, so it needs no network. Needs the extra ``viz``.
+``html_table`` writes the tables that notebooks show for tensors and relations.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .checks import one_of, real_axes
 from .distribution import install
 from .kept_files import atomic_write
 
-# Points that are drawn at most, and voxels that are drawn as cubes.
+# The most points that are drawn, and the most voxels that are drawn as cubes.
 MOST_POINTS = 500_000
 MOST_CUBES = 200_000
-# Upward axes, and the axes with their signs that then point right, ahead and up.
+# For each upward axis: the (axis, sign) that point right, forward and up.
 AXES = {
     "x": ((1, 1), (2, 1), (0, 1)),
     "y": ((2, 1), (0, 1), (1, 1)),
@@ -58,7 +58,7 @@ def hue(index: int) -> tuple[int, int, int]:
 
 @dataclass
 class _Part:
-    """What one entry of the legend switches."""
+    """The objects of one entry of the legend."""
 
     kind: str  # "Points", "Voxels", "Boxes" or "Meshes"
     name: str
@@ -68,7 +68,7 @@ class _Part:
 
 
 class Scene:
-    """Points, voxels, boxes and meshes, as a page that can be turned.
+    """Points, voxels, boxes and meshes, as an interactive page.
 
     Every method that adds something returns the scene. A notebook shows a scene that is
     the last value of a cell. Arrays are NumPy's, MLX's or lists.
@@ -104,8 +104,8 @@ class Scene:
         """Add points, coloured by label or by their own colours.
 
         With labels and colours, the page can switch between both. Points that are not
-        finite are left out. Of more than 500 000 points as many are drawn, evenly over
-        the order.
+        finite are left out. At most 500 000 points are drawn, evenly spaced in their
+        order.
 
         Args:
             points: (P, 3) float.
@@ -150,7 +150,7 @@ class Scene:
         Args:
             coords: (N, 3) integers; voxel (0, 0, 0) reaches from 0 to ``size``.
             size: edge of a voxel, one value or one for each axis.
-            labels, colours, classes, palette: as for ``points``, one row a voxel.
+            labels, colours, classes, palette: as for ``points``, one per voxel.
 
         Raises:
             ValueError: an array has another shape, or a colour is out of range.
@@ -319,10 +319,10 @@ class Scene:
 
 
 def check_scene(*paths: str | Path) -> None:
-    """Raise unless scenes can be saved to paths, before the work that they show."""
+    """Raise unless a scene can be saved to paths; call it before the work."""
     for path in map(Path, paths):
         if path.suffix not in NEEDS:
-            raise ValueError(f"a scene is saved as .html or .rrd; got {path.name!r}")
+            raise ValueError(f"the file must be .html or .rrd; got {path.name!r}")
         module, package, extra = NEEDS[path.suffix]
         if find_spec(module) is None:
             raise ImportError(f"a scene needs {package}; {install(extra)}")
@@ -357,7 +357,7 @@ def _numbers(values: Any) -> Any:
 def _rows(values: Any, width: int, name: str, more: bool = False) -> Any:
     """Return an array of rows with so many columns, or more, or raise."""
     if hasattr(values, "feats"):
-        raise TypeError(f"{name} must be an array; got a tensor, which has x.show()")
+        raise TypeError(f"{name} must be an array; got a tensor. Show it with x.show()")
     array = _numbers(values)
     if array.size == 0:
         array = array.reshape(0, width)
@@ -376,7 +376,7 @@ def _labels(labels: Any, rows: Any) -> Any:
         return None
     array = _numbers(labels)
     if array.shape != (len(rows),) or array.dtype.kind not in "iub":
-        scores = ". Of scores take scores.argmax(axis=1)" if array.ndim == 2 else ""
+        scores = ". Pass scores.argmax(axis=1)" if array.ndim == 2 else ""
         raise ValueError(
             f"labels must be integers of shape ({len(rows)},), one for each row; got "
             f"{array.dtype} of shape {array.shape}{scores}"
@@ -430,7 +430,7 @@ def _groups(labels, rows, classes, palette) -> Iterator[tuple]:
 
 
 def _spacing(points: Any) -> float:
-    """Return a diameter at which points of a surface about touch each other."""
+    """Return a diameter at which neighbouring points of a surface about touch."""
     import numpy as np
 
     if not len(points):
@@ -457,10 +457,10 @@ def _sides(cells: Any) -> tuple[Any, Any]:
 
     taken, corners, rows = keys(cells), [], []
     for axis in range(3):
-        ahead, one, two = np.eye(3, dtype=np.int64)[[axis, axis - 2, axis - 1]]
+        out, one, two = np.eye(3, dtype=np.int64)[[axis, axis - 2, axis - 1]]
         for side in (0, 1):
-            free = np.flatnonzero(~np.isin(keys(cells + (2 * side - 1) * ahead), taken))
-            at = cells[free] + side * ahead
+            free = np.flatnonzero(~np.isin(keys(cells + (2 * side - 1) * out), taken))
+            at = cells[free] + side * out
             turn = (one, one + two, two) if side else (two, one + two, one)
             corners.append(np.stack([at, *(at + step for step in turn)], axis=1))
             rows.append(np.repeat(free, 4))
@@ -503,7 +503,7 @@ def _packed(colour: Any) -> Any:
 
 
 def _drawn(part: _Part, k3d: Any) -> list[Any]:
-    """Return k3d's objects of a part."""
+    """Return k3d's objects for a part."""
     import numpy as np
 
     arrays, own = part.arrays, part.arrays.get("colours")
@@ -551,8 +551,8 @@ def _camera(objects: list[Any], up: str) -> list[float]:
         places.append(own @ matrix[:3, :3].T + matrix[:3, 3])
     every = np.concatenate(places)
     low, high = np.percentile(every if len(every) else np.eye(3), (2, 98), axis=0)
-    right, ahead, upward = (sign * np.eye(3)[axis] for axis, sign in AXES[up])
-    to_eye = 0.4 * right - 0.7 * ahead + 0.6 * upward
+    right, forward, upward = (sign * np.eye(3)[axis] for axis, sign in AXES[up])
+    to_eye = 0.4 * right - 0.7 * forward + 0.6 * upward
     distance = 0.55 * np.linalg.norm(high - low) / np.tan(np.radians(FIELD_OF_VIEW / 2))
     middle = (low + high) / 2
     return [*(middle + to_eye * max(distance, 1e-3)), *middle, *upward]
@@ -589,7 +589,7 @@ def _panel(shown: list[tuple[_Part, list[Any]]]) -> str:
 
 
 def _logged(part: _Part, rr: Any) -> Any:
-    """Return Rerun's archetype of a part."""
+    """Return Rerun's archetype for a part."""
     arrays, colour = part.arrays, part.colour
     colours = arrays.get("colours") if colour is None else [colour]
     if part.kind == "Points":

@@ -1,7 +1,6 @@
 """SparseTensor: features on the rows of a coordinate set.
 
-Also ``align``, the checks of tensor arguments, and the names of functions and layers
-for 1 to 4 spatial axes, such as ``Conv3d``.
+Also ``align``, and the names for 1 to 4 spatial axes, such as ``Conv3d``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""trace(): every convolution of a net as it was launched; its table and page."""
+"""trace(): record every convolution of a net; a trace as table, page and JSON."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _tuples(value):
 
 
 def _restored(cls: type[_Facts], row: dict, **others) -> _Facts:
-    """Return a dataclass of the entries of a row that are its fields."""
+    """Return a dataclass whose fields are entries of a row."""
     values = row | others
     return cls(
         **{f.name: _tuples(values[f.name]) for f in fields(cls) if f.name in values}
@@ -246,13 +246,13 @@ class Trace:
     def from_dict(cls, facts: dict[str, Any]) -> Trace:
         """Return the trace that ``as_dict`` wrote. Its plans print and cannot run."""
         device = Device(**facts["device"])
-        found = cls(device, facts["timed"], facts["net"])
-        found.date = facts["date"]
-        found.versions = {name: facts[name] for name in found.versions}
-        found.records = [Record.from_dict(row, device) for row in facts["records"]]
-        found.norms = [NormRecord.from_dict(row) for row in facts["norms"]]
-        found.attention = [AttentionRecord.from_dict(r) for r in facts["attention"]]
-        return found
+        trace = cls(device, facts["timed"], facts["net"])
+        trace.date = facts["date"]
+        trace.versions = {name: facts[name] for name in trace.versions}
+        trace.records = [Record.from_dict(row, device) for row in facts["records"]]
+        trace.norms = [NormRecord.from_dict(row) for row in facts["norms"]]
+        trace.attention = [AttentionRecord.from_dict(r) for r in facts["attention"]]
+        return trace
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
@@ -296,9 +296,9 @@ class Trace:
 
 
 def check_page(path: str | Path, suffixes: Sequence[str] = (".html", ".json")) -> Path:
-    """Return the path of a page, checked before the work that the page shows.
+    """Return the path of a page; check it before the work starts.
 
-    Raises what ``Trace.save`` does.
+    Raises the errors of ``Trace.save``.
     """
     path = Path(path)
     if path.suffix not in suffixes:
@@ -348,7 +348,7 @@ def _trace(model, time: bool) -> Iterator[Trace]:
     names, result = LayerNames(model), Trace(devices.current(), time, net)
     relations: list[Relation | None] = []
 
-    def keep(launched: Launch) -> None:
+    def add_record(launched: Launch) -> None:
         taken, note = _timed(launched) if time else (None, None)
         problem, choice = launched.problem, launched.choice
         result.records.append(
@@ -365,22 +365,22 @@ def _trace(model, time: bool) -> Iterator[Trace]:
                 rounding_error=getattr(launched.scope, "rounding_error", None),
             )
         )
-        # A memory limit drops relations: their edges stay uncounted.
+        # A memory limit frees relations, so their edges are not counted.
         relations.append(launched.relation if memory.active() is None else None)
 
-    def keep_norm(norm: Fused) -> None:
-        # Without the layer, whose weights a pickle would hold.
+    def add_norm(norm: Fused) -> None:
+        # Without the layer: a pickle would contain its weights.
         facts = replace(norm, scope=None)
         result.norms.append(NormRecord(names.of(norm.scope), facts))
 
-    def keep_attention(attended: Attended) -> None:
+    def add_attention(attended: Attended) -> None:
         facts = replace(attended, scope=None)
         result.attention.append(AttentionRecord(names.of(attended.scope), facts))
 
     with (
-        launch.observe(keep),
-        norm_observers.observe(keep_norm),
-        attention_observers.observe(keep_attention),
+        launch.observe(add_record),
+        norm_observers.observe(add_norm),
+        attention_observers.observe(add_attention),
     ):
         yield result
     for at, (record, relation) in enumerate(
@@ -570,7 +570,7 @@ def environment() -> dict[str, Any]:
     return jinja
 
 
-# Of the page's list; the last one only if times were requested.
+# Columns of the page; the last one only if times were requested.
 COLUMNS = (
     *("#", "layer", "pass", "route", "channels", "rows"),
     *("edges a row", "occupancy", "roofline", "time"),
@@ -578,7 +578,7 @@ COLUMNS = (
 
 
 def framed(page: Callable[..., str], shown: object) -> str | None:
-    """Return a page of something in a frame of a notebook; None without jinja2."""
+    """Return ``page(shown)`` as a frame for notebooks; None without jinja2."""
     try:
         text = escape(page(shown))
     except ImportError:

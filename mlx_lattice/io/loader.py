@@ -1,4 +1,4 @@
-"""Batches of a data set, made by threads ahead of the training step."""
+"""Loader: batches of a data set, prepared by threads during the training step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..tensor import SparseTensor
 
 
 class Dataset(Protocol):
-    """What a loader reads: a list, or a map-style ``Dataset`` of PyTorch."""
+    """The input of a loader: a list, or a map-style ``Dataset`` of PyTorch."""
 
     def __len__(self) -> int: ...
 

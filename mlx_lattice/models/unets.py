@@ -1,17 +1,16 @@
-"""Sparse U-nets for the segmentation of voxels: MinkUNet, SpUNet and SPVCNN.
+"""Sparse U-nets that segment voxels: MinkUNet, SpUNet and SPVCNN.
 
-MinkUNet, in both published layouts.
-Choy, Gwak and Savarese, "4D Spatio-Temporal ConvNets", 2019; channel plans as in
-MinkowskiEngine's ``examples/minkunet.py``. torchsparse's net is that of SPVNAS: Tang et
-al., "Searching Efficient 3D Architectures with Sparse Point-Voxel Convolution", 2020.
-The two differ in the stem, in the channels, and in the names of a checkpoint, which
-``io.import_checkpoint`` knows.
+``io.import_checkpoint`` reads their published checkpoints, by the rules at the end of
+this file.
 
-SpUNet: Pointcept's U-net of spconv layers, and its encoder alone.
-Pointcept contributors, "SpUNet-v1m1", 2023; the blocks are those of Choy, Gwak and
-Savarese, "4D Spatio-Temporal ConvNets", 2019. Parameters are named as in its
-checkpoints, but for the ``layers`` of a Sequential, which ``io.import_checkpoint``
-leaves out by itself, as it does the ``backbone`` of its segmentors:
+MinkUNet: Choy, Gwak and Savarese, "4D Spatio-Temporal ConvNets", 2019; channel plans as
+in MinkowskiEngine's ``examples/minkunet.py``. ``MinkUNetTorchSparse`` is the net of
+SPVNAS: Tang et al., "Searching Efficient 3D Architectures with Sparse Point-Voxel
+Convolution", 2020. It has another stem and other channels.
+
+SpUNet: Pointcept's U-net of spconv layers, or its encoder alone. Pointcept
+contributors, "SpUNet-v1m1", 2023; the blocks are those of MinkUNet. Its parameters have
+the names of Pointcept's checkpoints:
 
     conv_input.{0, 1}               stem
     down.<level>.{0, 1}             enc.<level>.block<i>.{conv1, bn1, conv2, bn2}
@@ -20,10 +19,7 @@ leaves out by itself, as it does the ``backbone`` of its segmentors:
 
 Level 0 is the finest: ``up`` and ``dec`` run from their last entry to their first.
 
-SPVCNN: a sparse U-net of voxels beside an MLP of points.
-Tang et al., "Searching Efficient 3D Architectures with Sparse Point-Voxel
-Convolution", 2020. Its U-net is ``MinkUNet``, in torchsparse's form;
-``io.import_checkpoint`` knows the names of SPVNAS and torchsparse.
+SPVCNN: ``MinkUNet`` on voxels beside an MLP on points, by Tang et al. as above.
 """
 
 from __future__ import annotations
@@ -92,9 +88,9 @@ PLANS = {
         "C": (32, 64, 128, 256, 256, 128, 96, 96),
     },
 }
-# MinkUNet50 and 101 are published without a plan: these have those of MinkUNet34.
+# MinkUNet50 and 101 are published without plans; they use those of MinkUNet34.
 PLANS |= {50: PLANS[34], 101: PLANS[34]}
-# SPVNAS's channels: of the stem, then of the stages.
+# SPVNAS's channels of the stem and of the stages.
 PLANES = (32, 32, 64, 128, 256, 256, 128, 96, 96)
 LAYERS = {
     14: (1, 1, 1, 1, 1, 1, 1, 1),
@@ -132,7 +128,7 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """A transposed convolution onto a skip's rows, the skip beside it, blocks."""
+    """A transposed convolution onto a skip's rows, joined with the skip; blocks."""
 
     def __init__(
         self,
@@ -196,12 +192,12 @@ class MinkUNet(Segmentor):
         super().__init__()
         if len(planes) != 8 or len(layers) != 8:
             raise ValueError(
-                "planes and layers have one entry for each of four encoder and four "
+                "planes and layers must have one entry for each of 4 encoder and 4 "
                 f"decoder stages; got {len(planes)} and {len(layers)}"
             )
         if not isinstance(stem, Sequence) or not stem:
             raise ValueError(
-                f"stem has a kernel size for each of its convolutions; got {stem!r}"
+                f"stem must have a kernel size for each convolution; got {stem!r}"
             )
         inputs = [in_channels] + [stem_channels] * (len(stem) - 1)
         convs = (
@@ -368,7 +364,7 @@ SPUNET_LAYERS = (2, 3, 4, 6, 2, 2, 2, 2)
 
 
 class SpUNetStage(nn.Module):
-    """Blocks in order, named ``block0``, ``block1`` and so on; none is legal."""
+    """Blocks in order, named ``block0``, ``block1`` and so on; ``count`` may be 0."""
 
     def __init__(self, in_channels: int, out_channels: int, count: int, dims: int = 3):
         super().__init__()
@@ -421,13 +417,13 @@ class SpUNet(Segmentor):
         super().__init__()
         if len(channels) != len(layers) or len(channels) % 2 or not channels:
             raise ValueError(
-                "channels and layers have one entry for each encoder and each decoder "
+                "channels and layers must have an entry for each encoder and decoder "
                 f"stage, as many of both; got {len(channels)} and {len(layers)}"
             )
         if not (enc_mode or all(layers[len(layers) // 2 :])):
             raise ValueError(
-                "a decoder stage has one block or more, which takes the skip's "
-                f"channels in; got layers = {tuple(layers)}"
+                "a decoder stage needs one block or more to take in the skip's "
+                f"channels; got layers = {tuple(layers)}"
             )
         self.enc_mode = enc_mode
         stem = layer("SubmConv", dims, in_channels, base_channels, 5, bias=False)
@@ -445,7 +441,7 @@ class SpUNet(Segmentor):
         if not enc_mode:
             self.up: list[Any] = []
             self.dec: list[Any] = []
-            # What a decoder stage gets, and what it returns, from the finest on.
+            # Channels at each level of the decoder, from the finest.
             deeper = [*channels[: levels - 1 : -1], last]
             for i in range(levels):
                 low, out = deeper[i + 1], deeper[i]
@@ -462,12 +458,12 @@ class SpUNet(Segmentor):
         """The strides of its coordinate levels, from the finest, for ``prepare``."""
         return (2,) * len(self.down)
 
-    def __call__(self, x: SparseTensor) -> Any:  # which it is, enc_mode says
+    def __call__(self, x: SparseTensor) -> Any:  # an array with enc_mode
         """Return scores.
 
         Returns:
             a tensor on the rows of ``x``, in their order; with ``enc_mode`` an array
-            (batch_size, num_classes), a row a batch element: the mean over its rows
+            (batch_size, num_classes): for each batch element the mean over its rows
             at the coarsest level.
         """
         prepare_scan(self, x)
@@ -486,7 +482,7 @@ class SpUNet(Segmentor):
         """Return (N, num_classes) scores of the rows of ``voxels.x``.
 
         Raises:
-            ValueError: with ``enc_mode`` there are none.
+            ValueError: the net has ``enc_mode`` and scores no rows.
         """
         if self.enc_mode:
             raise ValueError("with enc_mode, SpUNet scores whole scans, not points")
@@ -536,7 +532,7 @@ class _Points:
         rows, count = self.rows[x.key], len(x)
         if not self.trimmed:
             return x.replace(reduce_segments(feats, rows, count, "mean"))
-        # Points of cells that were left out go to a row behind the last.
+        # Points of trimmed cells go to an extra row, which is dropped.
         rows = mx.where(rows < 0, count, rows)
         return x.replace(reduce_segments(feats, rows, count + 1, "mean")[:count])
 
@@ -627,7 +623,7 @@ class SPVCNN(MinkUNet):
         return self._scores(x, z)
 
     def _scores(self, x: SparseTensor, z: _Points) -> mx.array:
-        """Return the scores of points, of the means of their features in voxels."""
+        """Return the scores of points from the mean features of their voxels."""
         first, second, third = self.point_transforms
         up1, up2, up3, up4 = self.decoder
         x0 = self.stem(x)

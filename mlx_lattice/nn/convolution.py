@@ -1,7 +1,7 @@
 """Convolution modules and their quantised twins, in the manner of mlx.nn.
 
-The weight is (C_out, kernel..., C_in / groups), MLX's own layout. Each call reads the
-current parameter, so that every update is used.
+A call passes the relation of ``x`` and the current weight to ``ops.convolution``. The
+weight is (C_out, kernel..., C_in / groups), MLX's layout.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def kernel_spec(
     if offsets is not None:
         if kernel_size is not None or dilation != 1:
             raise ValueError(
-                "offsets say where the kernel reaches; leave kernel_size and dilation "
-                f"out, which are {kernel_size} and {dilation}"
+                "offsets replace kernel_size and dilation; leave both out. Got "
+                f"kernel_size = {kernel_size} and dilation = {dilation}"
             )
         return KernelSpec.of(dims, stride=stride, padding=padding, offsets=offsets)
     if kernel_size is None:
-        raise TypeError("a convolution takes kernel_size, or offsets")
+        raise TypeError("a convolution needs kernel_size or offsets; got neither")
     return KernelSpec.of(
         dims, kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation
     )
@@ -81,7 +81,7 @@ def hyper_cross(
     sizes = per_axis(kernel_size, dims, "kernel_size")
     steps = per_axis(dilation, dims, "dilation")
     if not all(size % 2 for size in sizes):
-        raise ValueError(f"a hyper-cross has odd sizes; got {kernel_size}")
+        raise ValueError(f"kernel_size of a hyper-cross must be odd; got {kernel_size}")
     offsets = [(0,) * dims]
     for axis, (size, step) in enumerate(zip(sizes, steps, strict=True)):
         half = size // 2
@@ -95,9 +95,9 @@ GEOMETRY = frozenset(("kernel_size", "stride", "padding", "dilation", "offsets")
 
 
 class Convolution(Packable, Module):
-    """A weight and a kernel, and the call of every kind of convolution."""
+    """The base of all convolutions: the weight, the kernel and the call."""
 
-    mode: str | None = None  # of a packed weight; a module takes long to say no
+    mode: str | None = None  # of a packed weight; Modules look up slowly
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Convolution(Packable, Module):
                 )
         per_group = in_channels // groups
         scale = math.sqrt(1 / (per_group * spec.volume))
-        # Offsets that are no box stand on the first axis.
+        # Explicit offsets lie along the first kernel axis.
         size = (spec.volume, *spec.size[1:]) if spec.custom else spec.size
         self.weight: mx.array = mx.random.uniform(
             low=-scale, high=scale, shape=(out_channels, *size, per_group)
@@ -136,8 +136,8 @@ class Convolution(Packable, Module):
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in GEOMETRY:
-            # Module would keep tuples among the parameters, where they are slow to
-            # find, and walked through at every step of training.
+            # Module would store tuples with the parameters, which makes lookups slow
+            # and adds them to every traversal of the parameters.
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
@@ -158,7 +158,7 @@ class Convolution(Packable, Module):
             + ("" if self.offsets is None else f", offsets={self.offsets}")
         )
 
-    # The kind of relation, as a manager names them.
+    # See ``Relation.kind``.
     kind = "forward"
     support: str | None = None
 
@@ -169,7 +169,7 @@ class Convolution(Packable, Module):
         *,
         epilogue: Epilogue | None = None,
     ) -> SparseTensor:
-        """Convolve; with ``coordinates`` on exactly those rows, in their order."""
+        """Return the convolution of ``x``, on the rows of ``coordinates`` if given."""
         with launch.scope(self) if launch.observed() else NO_SCOPE:
             relation, weight = self._relation(x, coordinates), self._weight()
             if self.mode == INTEGER:
@@ -189,14 +189,14 @@ class Convolution(Packable, Module):
                 raise ValueError(
                     "a layer's weight has shape (C_out, spatial..., C_in / groups), "
                     f"{self.dims + 2} axes; got {tuple(weight.shape)}. "
-                    "io.convert_weight takes those of other libraries"
+                    "io.convert_weight converts weights of other libraries"
                 )
         if self.dims > 1 and size == self.kernel_size:
             return weight
         return fitting(weight, self.dims, self.kernel_size)
 
     def _relation(self, x: SparseTensor, coordinates: Coordinates) -> Relation:
-        """Return the relation of a call, which the manager remembers for the next."""
+        """Return the relation of a call; the manager caches it for the next call."""
         question = None
         if isinstance(x, SparseTensor) and (
             coordinates is None
@@ -216,7 +216,7 @@ class Convolution(Packable, Module):
             kernel |= {"kernel_size": 1, "offsets": self.offsets}
         relation = self._find_relation(x, coordinates, kernel)
         if question is not None:
-            # A set that is built later may be the better target of a transposed one.
+            # The default target of a transposed convolution may change with later sets.
             searched = self.kind == "transposed" and not target
             x.manager.answer(question, relation, searched)
         return relation
@@ -312,7 +312,7 @@ class SubmConv(Convolution):
     def __call__(
         self, x: SparseTensor, *, epilogue: Epilogue | None = None
     ) -> SparseTensor:
-        """Convolve on the rows of ``x``, which keep their order and key."""
+        """Return the convolution of ``x`` on its rows, with the same key."""
         return super().__call__(x, epilogue=epilogue)
 
     def _find_relation(self, x, coordinates: Coordinates, kernel: dict) -> Relation:

@@ -1,7 +1,7 @@
 """Losses of class scores: cross entropy and Lovász-softmax, with ignored labels.
 
-Both take tensors or arrays, and compute in float32. Other losses are those of
-``mlx.nn.losses``, which take arrays: ``x.feats``.
+Both take tensors or arrays, and compute in float32. For other losses pass ``x.feats``
+to the functions of ``mlx.nn.losses``.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def lovasz_softmax(
 ) -> mx.array:
     """Return the Lovász-softmax loss, a surrogate of 1 - mean IoU.
 
-    The mean over the classes that occur in ``labels``, of all rows together. Usually
-    added to the cross entropy. Source: Berman et al., "The Lovász-Softmax loss",
-    CVPR 2018, with ``classes="present"``.
+    The loss is the mean over the classes that occur in ``labels``, for all rows
+    together. Add it to the cross entropy. Source: Berman et al., "The Lovász-Softmax
+    loss", CVPR 2018, with ``classes="present"``.
 
     Args:
         scores: (N, C) tensor or array, before the softmax.
@@ -172,7 +172,7 @@ def labels_of(
 
 
 def expect_classes(labels: mx.array, classes: int, ignore_label: int) -> None:
-    """Raise a ValueError unless each label is a class or ignored. Waits for labels."""
+    """Raise a ValueError unless each label is a class or ignored. Reads the labels."""
     if not labels.size:
         return
     known = mx.where(labels == ignore_label, 0, labels)

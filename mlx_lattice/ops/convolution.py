@@ -1,4 +1,4 @@
-"""Sparse convolutions as functions of tensors and weights, in 1 to 4 dimensions."""
+"""Sparse convolutions as functions: from a tensor and weight to a contraction."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def transposed_relation(
 ) -> Relation:
     """Return the transposed relation onto ``coordinates``, by default the finer set.
 
-    If ``generative``, by default onto all rows that it reaches.
+    If ``generative``, the default is all rows that the kernel reaches.
     """
     if generative and coordinates is None:
         return x.manager.generative_relation(x.key, **kernel)
@@ -62,7 +62,7 @@ def finer_key(
 def target_key(
     x: SparseTensor, coordinates: Coordinates, stride: Sequence[int], is_finer: bool
 ) -> CoordinateKey | None:
-    """Return the key of ``coordinates`` in the tensor's manager; bare rows are new."""
+    """Return the key of ``coordinates`` in the manager of ``x``; insert an array."""
     if coordinates is None:
         return None
     steps = per_axis(stride, x.dims, "stride")
@@ -77,16 +77,16 @@ def target_key(
         counts = len(key.stride) == x.dims and len(x.manager[key])
         if counts and key.stride != expected:
             raise ValueError(
-                f"rows of stride {stride_text(expected)} are computed of {x.key!r}; "
-                f"got coordinates of stride {stride_text(key.stride)}, which count "
-                "other cells: give those of that stride, or bare rows"
+                f"coordinates must have stride {stride_text(expected)} for the input "
+                f"{x.key!r}; got stride {stride_text(key.stride)}. Pass a tensor or "
+                "key of that stride, or an array of rows"
             )
         return key
     coordinates = array_of(coordinates, "coordinates")
     if coordinates.ndim != 2 or coordinates.shape[1] != 1 + x.dims:
         raise ValueError(
             f"coordinates must have shape (M, {1 + x.dims}), a batch index and "
-            f"{x.dims} spatial ones a row; got {tuple(coordinates.shape)}"
+            f"{x.dims} spatial coordinates; got {tuple(coordinates.shape)}"
         )
     return x.manager.inserted(coordinates, expected, batch_size=x.batch_size).key
 
@@ -139,7 +139,7 @@ def contracted(
     groups: int,
     epilogue: Epilogue | None = None,
 ) -> SparseTensor:
-    """Contract the features of ``x`` with a fitting weight over its relation."""
+    """Contract the features of ``x`` with a checked weight over a relation."""
     if memory.active() is not None:
         after = None if type(epilogue) is Moments else epilogue
         feats = memory.conv(x.feats, w, relation, bias, groups, after)

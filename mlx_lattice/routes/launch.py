@@ -1,4 +1,4 @@
-"""From the facts of a call to the execution of its Plan; observers see every Launch."""
+"""Run a pass by its Plan, chosen once and cached; observers see every Launch."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Launch:
 
     problem: Problem  # its facts
     choice: Choice  # the route that ran, and why
-    scope: object  # the layer that asked for it, or None
+    scope: object  # the layer that launched it, or None
     relation: Relation  # the layer's own (untransposed) relation
     inputs: tuple[mx.array, ...]  # the arrays that were contracted
     result: mx.array | None  # None if it was only planned
-    run: Run  # runs it by a plan: ``run(plan, *inputs, *bias)``
+    run: Run  # runs any plan of it: ``run(plan, *inputs, *bias)``
     bias: tuple[mx.array, ...]  # or the arrays of an epilogue
     cache: Callable[[], Run]  # caches the plan: ``launch(relation, *inputs, *bias)``
 
@@ -62,7 +62,7 @@ _planned: ContextVar[tuple[Device | None, dict[str, str]] | None] = ContextVar(
 
 
 def is_planning() -> bool:
-    """Whether contractions are planned and not run here, see ``planned``."""
+    """Return whether contractions are only planned; see ``planned``."""
     return _planned.get() is not None
 
 
@@ -77,7 +77,7 @@ def observe(observer: Callable[[Launch], None]) -> Iterator[None]:
 
 
 def device() -> Device:
-    """Return the device that is planned for here, or that MLX runs on now."""
+    """Return the device of the ``planned`` block, or the one that MLX runs on."""
     planned = _planned.get()
     return devices.current() if planned is None or planned[0] is None else planned[0]
 
@@ -107,12 +107,12 @@ def scope(layer: object) -> Iterator[None]:
         _scope.reset(token)
 
 
-# The observers of launches here.
+# Returns the observers of the blocks around a call.
 observed: Callable[[], tuple[Callable[[Launch], None], ...]] = _observers.get
 
 
 def current_scope() -> object:
-    """Return the layer that asked for the contraction that is being built."""
+    """Return the layer whose contraction is being built."""
     return _scope.get()
 
 
@@ -129,13 +129,13 @@ class Layer(NamedTuple):
 
 
 class Request(NamedTuple):
-    """One pass of a layer, without rows."""
+    """One pass of a layer, without row counts."""
 
     pass_: str  # "forward", "input_grad" or "weight_grad"
     layer: Layer  # the layer
     epilogue: EpilogueFacts | None = None
     integer: IntegerFacts | None = None
-    moments: bool = False  # whether a forward pass is asked for statistics of its rows
+    moments: bool = False  # whether a forward pass may return statistics of its rows
 
     def problem(self, relation: Relation) -> Problem:
         """Return the facts of the pass over the layer's relation."""
@@ -165,7 +165,7 @@ class Request(NamedTuple):
         return 2 if packing is None else 1 + packing.count
 
     def operands(self, arrays: tuple[mx.array, ...]) -> tuple[Any, ...]:
-        """Return the arrays as plans take them: those of a packed weight as one."""
+        """Return the arrays for a plan; those of a packed weight become one object."""
         packing = self.layer.packing
         if packing is None:
             return arrays
@@ -190,7 +190,7 @@ def _end(request: Request, relation: Relation) -> Relation:
 
 
 def moments_shape(request: Request, relation: Relation) -> tuple[int, int, int] | None:
-    """Return the shape of the statistics that follow y, None if none do."""
+    """Return the shape of the statistics after y, or None without statistics."""
     lines = choose(request.problem(relation), device())[0].plan.moments
     return (lines, 3, request.layer.c_out) if lines else None
 
@@ -209,12 +209,12 @@ def _first(request: Request, relation: Relation, arrays: tuple[mx.array, ...]):
     end = _end(request, relation)
 
     def rows(plan: Plan, *arrays: mx.array) -> mx.array:
-        """Return y alone, or dW."""
+        """Return y without its statistics, or dW."""
         result = plan(end, *request.operands(arrays))
         return result[0] if isinstance(result, tuple) else result
 
     if tuned and choice.device == here:
-        # Timed and compared by their sums.
+        # Routes are timed and compared without the epilogue.
         sums = replace(problem, epilogue=None, moments=False)
         able = candidates(sums, here)
         timed = arrays if request.integer else inputs
@@ -224,14 +224,14 @@ def _first(request: Request, relation: Relation, arrays: tuple[mx.array, ...]):
 
     def cache() -> Run:
         launch = _bound(request, choice.plan, end)
-        if not tuned:  # the version of now: a proof may have changed it
+        if not tuned:  # reads the version again: a proof may change it
             key = request, mx.default_device() == devices.GPU, settings.version()
             relation.plans[key] = launch
         return launch
 
     has_rows = problem.n_in and problem.n_out
     if device in (None, here) and has_rows:
-        # Each time another kernel is refused, so that the last row is reached.
+        # A failed proof refuses its kernel, so the loop ends at the last route.
         while not proof.prove(choice.plan, bool(added)):
             choice, _ = choose(problem, here, forced)
     if planned:
@@ -252,11 +252,11 @@ def _first(request: Request, relation: Relation, arrays: tuple[mx.array, ...]):
 
 
 def _bound(request: Request, plan: Plan, end: Relation) -> Callable[..., mx.array]:
-    """Return ``launch(relation, *arrays)``, which holds views and no relation."""
+    """Return ``launch(relation, *arrays)``, which references views, not relations."""
     call = plan.bound(end)
     reads_end = plan.backend == MLX and request.pass_ == INPUT_GRAD
     if request.layer.packing is None and not reads_end:
-        return call  # kernels read nothing of the relation that it is called with
+        return call  # kernels ignore the relation that is passed
     return lambda relation, *arrays: call(
         _end(request, relation), *request.operands(arrays)
     )

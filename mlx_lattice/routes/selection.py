@@ -1,7 +1,7 @@
 """select(): the one place that decides which route runs.
 
-The first admissible row of the table wins for its pass, unless a route is forced by
-name or ``tune`` measures: routes are timed and checked once for each key.
+The first route of the table that can run a problem wins, unless a route is forced by
+name. Inside ``tune`` the routes are timed and checked instead, once for each key.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ log: logging.Logger = logging.getLogger("mlx_lattice")
 
 
 def parse_only(text: str) -> dict[str, str]:
-    """Read "vec4" or "forward=vec4,input_grad=fp16_gather" as {pass: route}.
+    """Parse "vec4" or "forward=vec4,input_grad=fp16_gather" to {pass: route}.
 
-    A bare name means every pass that the route has.
+    A name without a pass means every pass that the route has.
 
     Raises:
         RouteError: a route or pass does not exist, a route does not have the pass, or a
@@ -141,7 +141,7 @@ def select(
 def choose(
     problem: Problem, device: Device, only: str | None = None
 ) -> tuple[Choice, bool]:
-    """Choose as ``select`` does; and return whether measured times may decide."""
+    """Return the choice of ``select``, and whether measured times may decide."""
     forced = only or forced_route(problem.pass_)
     tuned = forced is None and is_tuning()
     facts = problem, device, backends.missing(device.backend)
@@ -173,7 +173,7 @@ def choose(
         times = ()
         route = next(row for row in TABLE if obstacle(row) is None)
     plan = route.plan(problem, device)
-    if refused:  # plans are asked, which must be those of now
+    if refused:  # evaluated now, since refusals may change
         reasons = others()
         others = lambda: reasons  # noqa: E731
     return Choice(route, device, plan, others, forced is not None, times), tuned
@@ -192,10 +192,10 @@ def candidates(problem: Problem, device: Device) -> tuple[Route, ...]:
 def _reasons(
     rows: list[tuple[Route, str | None]], taken: Route, pass_: str, times: Times
 ) -> tuple[Reasons, Reasons]:
-    """Return (name, reason) of the rows above the one that is taken, and below it."""
+    """Return (name, reason) of the routes above the chosen one, and below it."""
     at = next(i for i, (route, _) in enumerate(rows) if route is taken)
     passed = "admissible; " + ("not measured" if times else "another route was forced")
-    later = "admissible; comes later in the table"
+    lower = "admissible; comes later in the table"
     slower = {
         name: "it failed, or did not give the floor's result, when it was measured"
         if taken is None
@@ -204,14 +204,14 @@ def _reasons(
     }
     above = ((r.name, slower.get(r.name) or why or passed) for r, why in rows[:at])
     below = (
-        (r.name, slower.get(r.name) or why or later)
+        (r.name, slower.get(r.name) or why or lower)
         for r, why in rows[at + 1 :]
         if pass_ in r.passes
     )
     return tuple(above), tuple(below)
 
 
-# Raise it when a key or a compiled kernel changes: older files are then ignored.
+# Increment it when a key or a compiled kernel changes: older files are then ignored.
 VERSION = 1
 
 
@@ -222,7 +222,7 @@ def tune(on: bool = True) -> Iterator[None]:
     Routes are measured when a new key (device, pass, dtype, kernel volume, channels,
     log2 rows) comes up. Every route that can run is timed on random features over the
     call's relation, and checked against the floor route; a route with another result
-    cannot win. Results are kept in the cache folder. The environment variable
+    cannot win. Results are saved in the cache folder. The environment variable
     MLX_LATTICE_TUNE=1 does the same for a whole process.
 
     Args:
@@ -249,7 +249,7 @@ def is_tuning() -> bool:
 
 
 def cache_file() -> Path:
-    """Return the file that measured choices are kept in."""
+    """Return the path of the file with the measured times."""
     return kept_files.folder() / "routes.json"
 
 
@@ -268,7 +268,7 @@ def tuning_key(problem: Problem, device: Device) -> str:
 
 
 def measured(problem: Problem, device: Device) -> Times:
-    """Return the times of a problem's candidates; empty where none are known."""
+    """Return the times of a problem's candidates; empty if none are known."""
     times = _file().load().get(tuning_key(problem, device), {})
     return tuple(sorted(times.items(), key=lambda t: (t[1] is None, t[1] or 0.0, t[0])))
 
@@ -280,7 +280,7 @@ def record(
     run: Callable[..., mx.array],
     inputs: tuple[mx.array, ...],
 ) -> bool:
-    """Time a problem's routes of unknown times; return whether any was timed."""
+    """Time the routes that have no time yet; return whether any was timed."""
     if len(routes) < 2 or not problem.n_in or not problem.n_out:
         return False
     name = tuning_key(problem, device)
@@ -330,7 +330,7 @@ def _random_like(a: mx.array, seed: int) -> mx.array:
 def _time(
     name: str, run: Callable, reference: mx.array, tolerance: float
 ) -> float | None:
-    """Return a route's milliseconds; None where its result is wrong."""
+    """Return a route's milliseconds; None if its result is wrong."""
     y = run()
     mx.eval(y)
     error, _ = relative_error(y, reference)

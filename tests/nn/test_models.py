@@ -205,7 +205,7 @@ def test_stages_without_blocks():
         (lambda: models.MinkUNet18(3, 20, "C"), "plans A, B, D"),
         (lambda: models.MinkUNet50(3, 20, "D"), "has the plans A, B, C; got 'D'"),
         (lambda: models.MinkUNet(3, 20, (1, 2)), "four encoder"),
-        (lambda: models.MinkUNet(3, 5, EIGHT, ONES, stem=()), "stem has a kernel size"),
+        (lambda: models.MinkUNet(3, 5, EIGHT, ONES, stem=()), "stem must have a"),
         (lambda: models.MinkUNet(3, 5, EIGHT, (2, 0, *ONES[2:])), "1 or more; got 0"),
         (lambda: models.SparseResNet(3, 5, (1, 0), (8, 8)), "1 or more; got 0"),
         (lambda: models.Bottleneck(4, 4, 2), "a Bottleneck has stride 1; got 2"),

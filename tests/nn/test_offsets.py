@@ -27,7 +27,7 @@ def test_the_order_of_a_cross():
     assert nn.hyper_cross(3, dilation=2) == doubled
     for dims in (1, 2, 3, 4):
         assert set(nn.hyper_cross(3, dims=dims)) == set(cases.CROSS[dims])
-    with pytest.raises(ValueError, match="a hyper-cross has odd sizes; got 2"):
+    with pytest.raises(ValueError, match="a hyper-cross must be odd; got 2"):
         nn.hyper_cross(2)
 
 

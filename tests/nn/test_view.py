@@ -160,9 +160,9 @@ def test_show_takes_colours_labels_strides_and_elements():
         (lambda s: s.boxes([[0] * 7], scores=[1, 2]), r"scores must have shape \(1,\)"),
         (lambda s: s.mesh(b"solid"), "not a binary glTF"),
         (lambda s: s.voxels(POINTS), "coords must be integers; got float32. Make"),
-        (lambda s: s.points(POINTS, labels=POINTS), "Of scores take scores.argmax"),
+        (lambda s: s.points(POINTS, labels=POINTS), "Pass scores.argmax"),
         (lambda s: s.points(POINTS, labels=[0] * 300, palette=["red"]), "palette must"),
-        (lambda s: s.save("a.png"), "a scene is saved as .html or .rrd; got 'a.png'"),
+        (lambda s: s.save("a.png"), "the file must be .html or .rrd; got 'a.png'"),
         (lambda s: ml.Scene(up="w"), "up must be one of"),
     ),
 )

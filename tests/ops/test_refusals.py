@@ -113,7 +113,7 @@ CASES = (
     ),
     (lambda: nn.SparseAttention(8, 2, order="spiral"), "order must be one of"),
     (lambda: nn.SparseAttention(8, 2, shift=1), "shift = 1 needs a window or a patch"),
-    (lambda: models.MinkUNet(3, 5, stem=5), "stem has a kernel size .* got 5"),
+    (lambda: models.MinkUNet(3, 5, stem=5), "stem must have a kernel size .* got 5"),
     (lambda: load(LINEAR | {"weight": mx.zeros((2, 2)) + 1j}), "it is complex64"),
     (
         lambda: load(LINEAR, nn.Linear(2, 2).to_quantized(32, 8)),
@@ -239,7 +239,7 @@ CASES = (
         lambda: nn.SubmConv3d(4, 6, 3, offsets=CROSS),
         "leave kernel_size and dilation out",
     ),
-    (lambda: nn.SubmConv3d(4, 6), "takes kernel_size, or offsets"),
+    (lambda: nn.SubmConv3d(4, 6), "needs kernel_size or offsets"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Contractions on Metal by rows, or by edges: a planner for each route."""
+"""Contractions on Metal: for each route of the table a planner returns its Plan."""
 
 from __future__ import annotations
 
@@ -79,24 +79,24 @@ from .tiles import (
     tiles_of,
 )
 
-# Rows of a thread, or of a threadgroup, of which each has 128 threads.
+# Rows of a thread; then rows of a threadgroup, and its threads.
 VEC4_ROWS, HALF_ROWS = 4, 2
 DENSE_ROWS, COUT16_ROWS, TILE_THREADS = 64, 128, 128
 TRAVERSAL = ("relation_traversal",)
 
 
 def _output_csr(relation: Relation) -> tuple[mx.array, ...]:
-    """Return where each row's edges begin, and the edges (i, o, k) by row."""
+    """Return the start of each row's edges, and the edges (i, o, k) by row."""
     return tuple(relation.output_csr)
 
 
 def _pieces(relation: Relation) -> tuple[mx.array, ...]:
-    """Return where the pieces of rows begin, and the edges by row."""
+    """Return the starts of the pieces of rows, and the edges by row."""
     return _cut_rows(relation)[0], relation.output_csr.edges
 
 
 def _cut_rows(relation: Relation) -> tuple[mx.array, mx.array]:
-    """Return where pieces of rows begin, and the first piece of each row."""
+    """Return the starts of the pieces of rows, and the first piece of each row."""
     starts, edges = relation.output_csr
     name = f"output_csr_pieces_{SEGMENT_CUTS['piece']}"
     return relation.view(name, lambda: pieces(starts, len(edges)))
@@ -167,7 +167,7 @@ def relation_traversal(p: Problem, device: Device) -> Plan:
     edges, most, out = p.edges_at_most, SEGMENT_CUTS["longest"], dtype
     facts = {"view": "output_csr", "read": _output_csr, "reads_stored": True}
     if edges > most:
-        # A row may have many edges, which one thread would add up.
+        # Long rows are cut in pieces: one thread would be slow to add them up.
         most, out = SEGMENT_CUTS["piece"], mx.float32
         sums = p.rows_written + ceil_div(edges, most), p.channels[1]
         facts |= {"read": _pieces, "bind": _in_pieces, "partials": sums}
@@ -178,7 +178,7 @@ def relation_traversal(p: Problem, device: Device) -> Plan:
 
 
 def _by_table(p: Problem, name: str, rows: int, across: int, **template: bool) -> Plan:
-    """Plan a thread for so many rows of four channels, ``across`` of them a row."""
+    """Plan threads of ``rows`` rows by 4 channels, ``across`` threads for each row."""
     gpu = kernel(name, (name,), PER_ROW, **template, TRANSPOSED=p.rows_are_summed)
     limit = dispatch_limit("multiply_adds")
     facts = {"most": p.volume, "reads_stored": True}
@@ -196,7 +196,7 @@ def fp16_gather(p: Problem, device: Device) -> Plan:
 
 
 def depthwise(p: Problem, device: Device) -> Plan:
-    """Plan depthwise: a thread has a row of four channels, each a sum of its own."""
+    """Plan depthwise: a thread has one row of four independent channels."""
     if p.pass_ == WEIGHT_GRAD:
         return metal_weight_grad.depthwise(p, device)
     symbol = "depthwise_transposed" if p.transposed else "depthwise"
@@ -227,7 +227,7 @@ def quantized_traversal(p: Problem, device: Device) -> Plan:
 
 
 def dense_channel(p: Problem, device: Device) -> Plan:
-    """Plan dense_channel: tiles of rows in their own order, channels compiled in."""
+    """Plan dense_channel: tiles of unsorted rows, with the channels compiled in."""
     name, (c_x, c_y) = "dense_channel", p.channels
     gpu = kernel(
         name,
@@ -245,7 +245,7 @@ def dense_channel(p: Problem, device: Device) -> Plan:
 
 
 def cout16(p: Problem, device: Device) -> Plan:
-    """Plan cout16: tiles of rows in their own order, all 16 channels of y in each."""
+    """Plan cout16: tiles of unsorted rows, each with all 16 channels of y."""
     gpu = kernel(
         "cout16",
         ("matrix_tiles", "dense_channel", "cout16"),
@@ -308,7 +308,7 @@ def _add_edges(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     def call(x, w, bias=None) -> mx.array:
         parts = []
         for d in plan.dispatches:
-            # If edges were not counted, the plan has room for the most.
+            # Without counted edges the plan covers the most there can be.
             count = min(d.count, len(edges) - d.first)
             if count > 0:
                 inputs, grid = [x, w, edges], (d.grid[0], count)
@@ -330,7 +330,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "tensor_ops": TENSOR_FILES,
     "quantized_tensor_ops": (*TENSOR_FILES, "quantized_tensor_ops"),
 }
-HALF = mx.float16  # holds every int8
+HALF = mx.float16  # represents every int8
 INTEGER_TILES = replace(SORTED_TILES, inputs=(*SORTED_TILES.inputs[:-1], *FOLLOWING))
 INTEGER_SPLITS = replace(ADD_SPLITS, inputs=("partial", "rows", *FOLLOWING))
 UNPACK_INT4 = Interface(
@@ -366,13 +366,13 @@ def int8_tensor_ops(p: Problem, device: Device) -> Plan:
 
 
 class Cut(NamedTuple):
-    """How the work of tiles is cut."""
+    """The division of a contraction into tiles and dispatches."""
 
     name: str  # of the route
     tile: SortedTile  # its columns and splits
     pieces: list[tuple[int, int]]  # (first, count) tiles of each dispatch
-    placed: bool  # whether rows are written to their own places
-    is_far: bool  # whether 32 bits do not hold the place of every element
+    placed: bool  # whether rows are written in unsorted order
+    is_far: bool  # whether an element's offset needs 64 bits
     matrices: mx.Dtype  # dtype of simdgroup matrices
     moments: bool = False  # whether statistics of the rows are summed
 
@@ -408,7 +408,7 @@ def _by_tiles(
 
 
 def _is_far(p: Problem, tile: SortedTile) -> bool:
-    """Whether 32 bits do not hold the place of an element of every array."""
+    """Return whether the offset of an element in some array needs 64 bits."""
     c_x, c_y = p.channels
     read = p.n_out if p.transposed else p.n_in
     written = p.rows_written * max(tile.splits * c_y, p.volume)
@@ -417,7 +417,7 @@ def _is_far(p: Problem, tile: SortedTile) -> bool:
 
 
 def _again(p: Problem, cut: Cut) -> Plan:
-    """Return the plan of a small problem for the kernel of another cut."""
+    """Return the plan of a small problem that runs the kernel of ``cut``."""
     tile, tiles = cut.tile, ceil_div(p.rows_written, TILE_ROWS)
     tile = tile._replace(splits=min(tile.splits, PROOF_SPLITS))
     pieces = [(0, tiles)] if cut.placed else [(0, 2), (2, tiles - 2)]
@@ -425,15 +425,15 @@ def _again(p: Problem, cut: Cut) -> Plan:
 
 
 def _as_cut(p: Problem, cut: Cut) -> Plan:
-    """Return the plan of work that is cut already."""
+    """Return the plan of a problem with a given cut."""
     (c_x, c_y), n, tile = p.channels, p.rows_written, cut.tile
     splits, is_packed = tile.splits, cut.name.startswith("quantized")
-    across, dispatches, held = ceil_div(c_y, tile.columns), [], 0
+    across, dispatches, most = ceil_div(c_y, tile.columns), [], 0
     for first, count in cut.pieces:
         rows = min(n - first * TILE_ROWS, count * TILE_ROWS)
         grid, add = (across * count * tile.threads, 1, splits), ()
         if splits > 1:
-            add, held = (ceil_div(c_y, 4), rows), max(held, rows)
+            add, most = (ceil_div(c_y, 4), rows), max(most, rows)
         dispatches.append(Dispatch(first, count, grid, add))
     gpu, add = (_integer_kernels if p.integer else _float_kernels)(p, cut)
     sizes = {"volume": p.volume, "c_x": c_x, "c_y": c_y, "splits": splits}
@@ -445,10 +445,10 @@ def _as_cut(p: Problem, cut: Cut) -> Plan:
     else:
         sizes |= strides(p, p.layout, gpu.interface)
     where = IN_KERNEL if splits == 1 else IN_SUM if cut.placed or p.integer else AFTER
-    # A line for a tile, or for each of TensorOps' simdgroups over its rows.
+    # A line of statistics for each tile, or for each simdgroup of TensorOps.
     lines = cut.moments * sum([count for _, count in cut.pieces])
     lines *= TILE_ROWS // (tile.height or TILE_ROWS)
-    scratch = 12 * lines * c_y + 4 * (splits > 1) * splits * held * c_y
+    scratch = 12 * lines * c_y + 4 * (splits > 1) * splits * most * c_y
     if p.integer and p.bits == 4:
         scratch += p.volume * c_y * p.packed_channels
     weights = IN_TILES if is_packed else ""
@@ -566,7 +566,7 @@ def _integer_kernels(p: Problem, cut: Cut) -> tuple[GpuKernel, GpuKernel | None]
 
 @lru_cache(maxsize=1024)
 def _unpacker(shape: tuple[int, ...], group_size: int) -> Callable:
-    """Return the launch that makes int4 words of a shape int8: (K, C_out, channels)."""
+    """Return the launcher that unpacks int4 words to int8 (K, C_out, channels)."""
     volume, c_out, words = shape
     count = volume * c_out * words
     files = "matrix_tiles", "unpack_int4"
