@@ -192,7 +192,7 @@ class MinkUNet(Segmentor):
         super().__init__()
         if len(planes) != 8 or len(layers) != 8:
             raise ValueError(
-                "planes and layers must have one entry for each of 4 encoder and 4 "
+                "planes and layers need one entry for each of four encoder and four "
                 f"decoder stages; got {len(planes)} and {len(layers)}"
             )
         if not isinstance(stem, Sequence) or not stem:

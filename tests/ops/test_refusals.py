@@ -237,7 +237,7 @@ CASES = (
     # Offsets of a kernel
     (
         lambda: nn.SubmConv3d(4, 6, 3, offsets=CROSS),
-        "leave kernel_size and dilation out",
+        "offsets replace kernel_size and dilation",
     ),
     (lambda: nn.SubmConv3d(4, 6), "needs kernel_size or offsets"),
 )
