@@ -540,7 +540,8 @@ class Segmentor(Pretrained):
 
         Raises:
             TypeError: the net returns something other than a tensor.
-            ValueError: the net's result has other voxels than its input.
+            ValueError: the net's result has other voxels than its input, or other
+                classes than ``about``.
         """
         x = voxels.x.astype(self.dtype)
         scores = self(x)
@@ -559,6 +560,12 @@ class Segmentor(Pretrained):
                     f"{scores}. Upsample to the input's rows, for example by "
                     "nn.ConvTranspose3d(...)(y, x)"
                 ) from error
+        names = self.about.classes
+        if names and len(names) != scores.channels:
+            raise ValueError(
+                f"net.about names {len(names)} classes, but {name} returns scores of "
+                f"{scores.channels} classes"
+            )
         return scores.feats
 
     def recipe(self) -> VoxelRecipe:

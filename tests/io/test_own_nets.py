@@ -235,6 +235,11 @@ def test_what_a_net_returns():
         ml.SparseTensor(x.coords[::-1], x.feats[::-1])  # the rows in another order
     )
     assert mx.array_equal(net.score_points(points), expected)
+    net.about = models.About(net.about.voxels, ("floor", "wall"))
+    with pytest.raises(
+        ValueError, match="names 2 classes, but Rows returns .* 3 classes"
+    ):
+        net.score_points(points)
     assert net.dtype == mx.float32
     net.set_dtype(mx.float16)  # it has no batch norm
     assert net.dtype == mx.float16
