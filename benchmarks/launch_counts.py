@@ -130,7 +130,7 @@ def searched(coords, out, offsets, stride, **how):
 def made(coords, rule, offsets, stride):
     """The rows that a rule makes, launched."""
     box = lattice.box_of(rule, lattice.bounds_of(coords), offsets, stride)
-    return lambda: MetalGeometry().made_rows(rule, coords, offsets, stride, box)
+    return lambda: MetalGeometry().rule_rows(rule, coords, offsets, stride, box)
 
 
 def levels(coords, strides):

@@ -11,6 +11,7 @@ from .distribution import __version__ as __version__
 from typing import TYPE_CHECKING
 
 from . import models, nn, ops, optimizers, routes
+from .cache_files import cache
 from .checks import LatticeWarning
 from .compiled import Compiled, compile
 from .contraction import conv, weight_grad
@@ -31,7 +32,6 @@ from .inspect.explain import (
 from .inspect.summary import Summary, summary
 from .inspect.trace import Trace, trace
 from .int8 import IntegerTensor, integer_conv
-from .kept_files import cache
 from .kernel_spec import KernelSpec
 from .memory import MemoryLimitError, memory_limit
 from .nn.calibrate import Calibration, calibrate

@@ -121,14 +121,14 @@ class Fused:
 norm_observers: Observers[Fused] = Observers("norms")
 
 
-def untold(*_: object) -> None:
+def ignore_event(*_: object) -> None:
     """Report to no observer."""
 
 
 def norm_teller(parts: Sequence[str], kernels: bool, x: mx.array) -> Tell:
     """Return a function of (pass, launches) that reports a norm over ``x``."""
     if not norm_observers:
-        return untold
+        return ignore_event
     scope, named = launch.current_scope(), tuple(filter(None, parts))
     backend = registry.serving() if kernels else registry.MLX
     # MLX may keep the returned function, which keeps no array.
@@ -168,7 +168,7 @@ class Affine(ByKernels):
         eps: float = 0.0,
         segments: RowSegments | None = None,
         spread: Callable[[mx.array], mx.array] | None = None,
-        tell: Callable[..., None] = untold,
+        tell: Callable[..., None] = ignore_event,
     ):
         self.kernels: Norms | None = kernels
         self.present: Sequence[bool] = present

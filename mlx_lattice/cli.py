@@ -106,28 +106,28 @@ def _output(as_json: bool = False) -> argparse.ArgumentParser:
     )
     add = options.add_argument_group("output").add_argument
     if as_json:
-        says = "print the result as one JSON document, and nothing else, on stdout"
-        add("--json", action="store_true", dest="as_json", default=False, help=says)
+        text = "print the result as one JSON document, and nothing else, on stdout"
+        add("--json", action="store_true", dest="as_json", default=False, help=text)
     level = {"action": "store_const", "dest": "level"}
-    says = "show only results, warnings and errors: no notes, no progress bars"
-    add("-q", "--quiet", **level, const="WARNING", help=says)
-    says = "show details, and the traceback of an error"
-    add("-v", "--verbose", **level, const="DEBUG", help=says)
+    text = "show only results, warnings and errors: no notes, no progress bars"
+    add("-q", "--quiet", **level, const="WARNING", help=text)
+    text = "show details, and the traceback of an error"
+    add("-v", "--verbose", **level, const="DEBUG", help=text)
     return options
 
 
 def _rerun() -> argparse.ArgumentParser:
     """Return the option of the commands that write a scene."""
     options = argparse.ArgumentParser(add_help=False)
-    says = "write a recording of Rerun beside the page, NAME.rrd (default: none)"
-    options.add_argument("--rerun", action="store_true", help=says)
+    text = "write a recording of Rerun beside the page, NAME.rrd (default: none)"
+    options.add_argument("--rerun", action="store_true", help=text)
     return options
 
 
 def _command(
     commands,
     name: str,
-    says: str,
+    text: str,
     example: str,
     *parents: argparse.ArgumentParser,
     as_json: bool = False,
@@ -135,8 +135,8 @@ def _command(
     """Add a command, with an example in its help; return its ``add_argument``."""
     return commands.add_parser(
         name,
-        help=says,
-        description=f"{says[0].upper()}{says[1:]}.",
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
         epilog=f"example:\n  mlx-lattice {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[*parents, _output(as_json)],
@@ -156,10 +156,10 @@ def parser() -> argparse.ArgumentParser:
         parents=[_output()],
     )
     add, version = whole.add_argument, f"{NAME} {__version__}"
-    says = "print the version and exit"
-    add("--version", action="version", version=version, help=says)
-    says = f"print the script that completes commands in a shell: {', '.join(SHELLS)}"
-    add("--print-completion", choices=SHELLS, metavar="SHELL", help=says)
+    text = "print the version and exit"
+    add("--version", action="version", version=version, help=text)
+    text = f"print the script that completes commands in a shell: {', '.join(SHELLS)}"
+    add("--print-completion", choices=SHELLS, metavar="SHELL", help=text)
     commands = whole.add_subparsers(
         title="commands", dest="command", metavar="COMMAND", parser_class=_Parser
     )
@@ -168,163 +168,163 @@ def parser() -> argparse.ArgumentParser:
     _add_models(commands)
     _add_convert(commands)
     _add_run(commands)
-    says = "show the backends, routes and settings of this machine"
-    _command(commands, "info", says, "info", as_json=True)
+    text = "show the backends, routes and settings of this machine"
+    _command(commands, "info", text, "info", as_json=True)
     _add_doctor(commands)
     _add_explain(commands)
-    says = "compare the routes and times of saved traces, layer by layer"
+    text = "compare the routes and times of saved traces, layer by layer"
     example = "compare before.json after.json --out compared.html"
-    add = _command(commands, "compare", says, example, as_json=True)
-    says = "reference trace, a .json file from Trace.save"
-    add("first", metavar="TRACE", help=says)
+    add = _command(commands, "compare", text, example, as_json=True)
+    text = "reference trace, a .json file from Trace.save"
+    add("first", metavar="TRACE", help=text)
     add("others", metavar="TRACE", nargs="+", help="traces of the same net to compare")
     add("--out", metavar="FILE", help="write a page, .html (default: only the table)")
-    says = "train a small net on digits and write a report of its layers"
-    add = _command(commands, "demo", says, "demo --out demo")
-    says = "folder for run.html and the weights (default: %(default)s)"
-    add("--out", metavar="DIR", default="demo", help=says)
+    text = "train a small net on digits and write a report of its layers"
+    add = _command(commands, "demo", text, "demo --out demo")
+    text = "folder for run.html and the weights (default: %(default)s)"
+    add("--out", metavar="DIR", default="demo", help=text)
     return whole
 
 
 def _add_doctor(commands) -> None:
-    says = "check and time this machine's kernels, and write a report"
+    text = "check and time this machine's kernels, and write a report"
     add = _command(
-        commands, "doctor", says, "doctor --quick --out report", as_json=True
+        commands, "doctor", text, "doctor --quick --out report", as_json=True
     )
-    says = "take 30 seconds (default: five minutes)"
-    add("--quick", action="store_true", help=says)
-    says = "folder for doctor.json (default: this folder)"
-    add("--out", metavar="DIR", default=".", help=says)
+    text = "take 30 seconds (default: five minutes)"
+    add("--quick", action="store_true", help=text)
+    text = "folder for doctor.json (default: this folder)"
+    add("--out", metavar="DIR", default=".", help=text)
 
 
 def _add_explain(commands) -> None:
-    says = "show which route a convolution takes on a device, and why"
+    text = "show which route a convolution takes on a device, and why"
     example = "explain --channels 64 64 --rows 500000 --dtype float16 --device m5-max"
-    add = _command(commands, "explain", says, example, as_json=True)
-    says = "kind of the kernel map (default: submanifold, or forward if rows or stride "
-    add("--kind", choices=KINDS, help=says + "change)")
+    add = _command(commands, "explain", text, example, as_json=True)
+    text = "kind of the kernel map (default: submanifold, or forward if rows or stride "
+    add("--kind", choices=KINDS, help=text + "change)")
     positive = {"type": _number(int, 1)}
-    says = "extents of the kernel in voxels: one, or one for each axis (default: 3)"
-    add("--kernel", **positive, nargs="+", default=[3], metavar="SIZE", help=says)
-    says = "stride in voxels (default: %(default)s)"
-    add("--stride", **positive, default=1, help=says)
-    says = "input and output channels"
+    text = "extents of the kernel in voxels: one, or one for each axis (default: 3)"
+    add("--kernel", **positive, nargs="+", default=[3], metavar="SIZE", help=text)
+    text = "stride in voxels (default: %(default)s)"
+    add("--stride", **positive, default=1, help=text)
+    text = "input and output channels"
     pair = {"nargs": 2, "metavar": ("IN", "OUT")}
-    add("--channels", **positive, required=True, **pair, help=says)
-    says = "rows of the tensor, or input rows and output rows"
-    add("--rows", type=_number(int, 0), required=True, nargs="+", help=says)
-    says = "edges of the kernel map (default: not counted, so no cost is shown)"
-    add("--edges", type=_number(int, 0), help=says)
-    says = "groups of channels (default: %(default)s)"
-    add("--groups", **positive, default=1, help=says)
-    says = "bits of a packed weight (default: the weight is float)"
-    add("--bits", type=int, choices=BITS, help=says)
-    says = "spatial axes (default: %(default)s)"
-    add("--dims", type=int, choices=(1, 2, 3, 4), default=3, help=says)
-    says = "dtype of the features (default: %(default)s)"
-    add("--dtype", choices=tuple(DTYPES), default="float32", help=says)
-    says = f"one of {', '.join(PROFILES)} (default: this machine's)"
+    add("--channels", **positive, required=True, **pair, help=text)
+    text = "rows of the tensor, or input rows and output rows"
+    add("--rows", type=_number(int, 0), required=True, nargs="+", help=text)
+    text = "edges of the kernel map (default: not counted, so no cost is shown)"
+    add("--edges", type=_number(int, 0), help=text)
+    text = "groups of channels (default: %(default)s)"
+    add("--groups", **positive, default=1, help=text)
+    text = "bits of a packed weight (default: the weight is float)"
+    add("--bits", type=int, choices=BITS, help=text)
+    text = "spatial axes (default: %(default)s)"
+    add("--dims", type=int, choices=(1, 2, 3, 4), default=3, help=text)
+    text = "dtype of the features (default: %(default)s)"
+    add("--dtype", choices=tuple(DTYPES), default="float32", help=text)
+    text = f"one of {', '.join(PROFILES)} (default: this machine's)"
     named = {"type": str.lower, "choices": tuple(PROFILES), "metavar": "NAME"}
-    add("--device", **named, help=says)
-    says = "pass of the convolution (default: %(default)s)"
-    add("--pass", dest="pass_", choices=PASSES, default=FORWARD, help=says)
+    add("--device", **named, help=text)
+    text = "pass of the convolution (default: %(default)s)"
+    add("--pass", dest="pass_", choices=PASSES, default=FORWARD, help=text)
     routes = tuple(route.name for route in TABLE)
-    says = "force a route, such as vec4 (default: choose one)"
-    add("--only", metavar="ROUTE", choices=routes, help=says)
+    text = "force a route, such as vec4 (default: choose one)"
+    add("--only", metavar="ROUTE", choices=routes, help=text)
 
 
 def _add_convert(commands) -> None:
-    says = "write another library's checkpoint as a file or folder of this library"
+    text = "write another library's checkpoint as a file or folder of this library"
     example = (
         "convert model_best.pth spunet --library spconv --model spunet --channels 6 20"
     )
-    add, flag = _command(commands, "convert", says, example), {"action": "store_true"}
+    add, flag = _command(commands, "convert", text, example), {"action": "store_true"}
     add("source", metavar="SOURCE", help="checkpoint: .safetensors, .pt or .pth")
-    says = "a .safetensors file, or a folder for models.from_pretrained"
-    add("target", metavar="TARGET", help=says)
-    says = f"library that wrote SOURCE: one of {', '.join(LIBRARIES)}"
-    add("--library", required=True, choices=LIBRARIES, metavar="LIBRARY", help=says)
-    says = f"net of SOURCE (default: from --config): one of {', '.join(MODELS)}"
-    add("--model", choices=MODELS, metavar="NET", help=says)
-    says = "JSON configuration published with SOURCE (default: from --model)"
-    add("--config", metavar="FILE", help=says)
-    says = "input channels and classes of the net (default: from --config)"
-    add("--channels", type=int, nargs=2, metavar=("IN", "CLASSES"), help=says)
-    says = "channel plan of a minkunet: A, B, C or D (default: the class's own)"
-    add("--plan", help=says)
-    says = "multiply all channel counts by this factor (default: 1)"
-    add("--width", type=float, help=says)
-    says = "leave out border voxels as torchsparse 2.1 does (default: keep them)"
-    add("--trimmed", **flag, default=None, help=says)
-    says = "store voxels and classes of this name in models.PUBLISHED (default: none)"
-    add("--about", metavar="NAME", help=says)
+    text = "a .safetensors file, or a folder for models.from_pretrained"
+    add("target", metavar="TARGET", help=text)
+    text = f"library that wrote SOURCE: one of {', '.join(LIBRARIES)}"
+    add("--library", required=True, choices=LIBRARIES, metavar="LIBRARY", help=text)
+    text = f"net of SOURCE (default: from --config): one of {', '.join(MODELS)}"
+    add("--model", choices=MODELS, metavar="NET", help=text)
+    text = "JSON configuration published with SOURCE (default: from --model)"
+    add("--config", metavar="FILE", help=text)
+    text = "input channels and classes of the net (default: from --config)"
+    add("--channels", type=int, nargs=2, metavar=("IN", "CLASSES"), help=text)
+    text = "channel plan of a minkunet: A, B, C or D (default: the class's own)"
+    add("--plan", help=text)
+    text = "multiply all channel counts by this factor (default: 1)"
+    add("--width", type=float, help=text)
+    text = "leave out border voxels as torchsparse 2.1 does (default: keep them)"
+    add("--trimmed", **flag, default=None, help=text)
+    text = "store voxels and classes of this name in models.PUBLISHED (default: none)"
+    add("--about", metavar="NAME", help=text)
     add(
         "--legacy",
         action=argparse.BooleanOptionalAction,
         help="load ptv3-m1 weights of Pointcept 1.5.1 or older (default: as --about)",
     )
-    says = "JSON object that replaces prefixes of names, or drops them by null"
-    add("--mapping", metavar="FILE", help=f"{says} (default: keep names)")
-    says = "entry of SOURCE that holds the weights (default: search for it)"
-    add("--entry", metavar="KEY", help=says)
-    says = "pack the weights to this many bits (default: keep their dtype)"
-    add("--bits", type=int, choices=BITS, help=says)
-    says = "input channels that share a scale, with --bits (default: %(default)s)"
+    text = "JSON object that replaces prefixes of names, or drops them by null"
+    add("--mapping", metavar="FILE", help=f"{text} (default: keep names)")
+    text = "entry of SOURCE that holds the weights (default: search for it)"
+    add("--entry", metavar="KEY", help=text)
+    text = "pack the weights to this many bits (default: keep their dtype)"
+    add("--bits", type=int, choices=BITS, help=text)
+    text = "input channels that share a scale, with --bits (default: %(default)s)"
     group = {"choices": GROUP_SIZES, "default": DEFAULT_GROUP_SIZE}
-    add("--group-size", type=int, **group, help=says)
-    says = "read spconv's 1x1x1 kernels as saved (default: as spconv uses them)"
-    add("--unit-as-shaped", **flag, help=says)
+    add("--group-size", type=int, **group, help=text)
+    text = "read spconv's 1x1x1 kernels as saved (default: as spconv uses them)"
+    add("--unit-as-shaped", **flag, help=text)
 
 
 def _add_models(commands) -> None:
-    says = "list published weights, describe one, or write its folder"
+    text = "list published weights, describe one, or write its folder"
     example = "models spunet.scannet20.pointcept --out spunet"
-    add = _command(commands, "models", says, example, as_json=True)
-    says = "name of published weights (default: list all names)"
-    add("name", metavar="NAME", nargs="?", help=says)
-    says = "download the weights and write their folder here (default: describe them)"
-    add("--out", metavar="DIR", help=says)
-    says = "files that you downloaded yourself (default: download them)"
-    add("--path", metavar="FILE", nargs="+", help=says)
-    says = "use only cached files, without a network (default: download)"
-    add("--cached", action="store_true", help=says)
+    add = _command(commands, "models", text, example, as_json=True)
+    text = "name of published weights (default: list all names)"
+    add("name", metavar="NAME", nargs="?", help=text)
+    text = "download the weights and write their folder here (default: describe them)"
+    add("--out", metavar="DIR", help=text)
+    text = "files that you downloaded yourself (default: download them)"
+    add("--path", metavar="FILE", nargs="+", help=text)
+    text = "use only cached files, without a network (default: download)"
+    add("--cached", action="store_true", help=text)
 
 
 def _add_view(commands) -> None:
-    says = "write a page with points, voxels or a mesh that you can turn"
+    text = "write a page with points, voxels or a mesh that you can turn"
     example = "view segmented/scan.ply --open"
-    add = _command(commands, "view", says, example, _rerun(), as_json=True)
-    says = "points (.ply, .las, ...), a mesh (.glb, .obj, .ply, .stl, .off), or arrays "
-    says += "of a tensor: coords and others (.safetensors, .npz)"
-    add("file", metavar="FILE", help=says)
-    says = "page to write (default: NAME.html in this folder)"
-    add("--out", metavar="FILE.html", help=says)
-    says = "open the page in the browser (default: print its path)"
-    add("--open", action="store_true", dest="opens", help=says)
-    says = "attribute that colours points by class (default: %(default)s, if present)"
-    add("--labels", metavar="NAME", default="labels", help=says)
-    says = "columns of a .bin file, such as x,y,z,_,intensity (default: guess)"
-    add("--columns", metavar="NAMES", default="", help=says)
-    says = "batch element of a tensor (default: %(default)s)"
-    add("--element", type=_number(int, 0), default=0, help=says)
-    says = "upward axis: x, y, z, -x, -y or -z, written --up=-y (default: %(default)s)"
-    add("--up", metavar="AXIS", choices=tuple(AXES), default="z", help=says)
+    add = _command(commands, "view", text, example, _rerun(), as_json=True)
+    text = "points (.ply, .las, ...), a mesh (.glb, .obj, .ply, .stl, .off), or arrays "
+    text += "of a tensor: coords and others (.safetensors, .npz)"
+    add("file", metavar="FILE", help=text)
+    text = "page to write (default: NAME.html in this folder)"
+    add("--out", metavar="FILE.html", help=text)
+    text = "open the page in the browser (default: print its path)"
+    add("--open", action="store_true", dest="opens", help=text)
+    text = "attribute that colours points by class (default: %(default)s, if present)"
+    add("--labels", metavar="NAME", default="labels", help=text)
+    text = "columns of a .bin file, such as x,y,z,_,intensity (default: guess)"
+    add("--columns", metavar="NAMES", default="", help=text)
+    text = "batch element of a tensor (default: %(default)s)"
+    add("--element", type=_number(int, 0), default=0, help=text)
+    text = "upward axis: x, y, z, -x, -y or -z, written --up=-y (default: %(default)s)"
+    add("--up", metavar="AXIS", choices=tuple(AXES), default="z", help=text)
 
 
 def _add_run(commands) -> None:
-    says = "run a PyTorch script with this package in place of CUDA libraries"
+    text = "run a PyTorch script with this package in place of CUDA libraries"
     example = "run --as spconv,flash_attn train.py --epochs 3"
-    add = _command(commands, "run", says, example)
-    says = "libraries to stand in for, separated by commas: spconv, flex_gemm, "
-    says += "flash_attn, MinkowskiEngine, torchsparse, torchsparse==1.4"
+    add = _command(commands, "run", text, example)
+    text = "libraries to stand in for, separated by commas: spconv, flex_gemm, "
+    text += "flash_attn, MinkowskiEngine, torchsparse, torchsparse==1.4"
     names = {"dest": "libraries", "type": _names, "metavar": "NAMES"}
-    add("--as", required=True, **names, help=says)
-    says = "replace installed libraries too (default: stop with an error)"
-    add("--replace", action="store_true", help=says)
+    add("--as", required=True, **names, help=text)
+    text = "replace installed libraries too (default: stop with an error)"
+    add("--replace", action="store_true", help=text)
     add("-m", dest="is_module", action="store_true", help="run a module by its name")
     add("script", metavar="SCRIPT", help="a Python file, or with -m a module")
-    says = "the script's own arguments"
-    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=says)
+    text = "the script's own arguments"
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=text)
 
 
 def _add_nets(commands) -> None:
@@ -332,109 +332,109 @@ def _add_nets(commands) -> None:
     net, some, own, scan, points, tiles, mesh = (
         argparse.ArgumentParser(add_help=False) for _ in range(7)
     )
-    says = "folder of the net, or owner/name on Hugging Face"
+    text = "folder of the net, or owner/name on Hugging Face"
     for parent in (net, some):  # evaluate can do without a net
         add = parent.add_argument
-        add("--model", required=parent is net, metavar="FOLDER", help=says)
+        add("--model", required=parent is net, metavar="FOLDER", help=text)
         more = "branch, tag or commit of owner/name (default: its main branch)"
         add("--revision", help=more)
-    says = "import this Python file, which defines the class of your own net "
-    says += "(default: a net of this package)"
-    own.add_argument("--code", metavar="FILE.py", help=says)
-    says = "a point-cloud file: .ply, .pcd, .las, .laz, .bin, .npy, .npz, .csv, ..."
-    scan.add_argument("scan", metavar="SCAN", help=says)
+    text = "import this Python file, which defines the class of your own net "
+    text += "(default: a net of this package)"
+    own.add_argument("--code", metavar="FILE.py", help=text)
+    text = "a point-cloud file: .ply, .pcd, .las, .laz, .bin, .npy, .npz, .csv, ..."
+    scan.add_argument("scan", metavar="SCAN", help=text)
     add = points.add_argument
-    says = "use zeros for missing attributes (default: stop with an error)"
-    add("--fill", action="store_true", help=says)
-    says = "columns of a .bin file, such as x,y,z,_,intensity (default: guess)"
-    add("--columns", metavar="NAMES", default="", help=says)
+    text = "use zeros for missing attributes (default: stop with an error)"
+    add("--fill", action="store_true", help=text)
+    text = "columns of a .bin file, such as x,y,z,_,intensity (default: guess)"
+    add("--columns", metavar="NAMES", default="", help=text)
     add = tiles.add_argument
-    says = "edge of a tile, in the scan's unit, mostly metres "
-    says += "(default: the whole scan at once)"
-    add("--tile", type=_number(float, 0), metavar="EDGE", help=says)
-    says = "width of the strip that neighbouring tiles share (default: a fifth of EDGE)"
-    add("--overlap", type=_number(float, 0), metavar="WIDTH", help=says)
-    says = "number of turned, scaled and mirrored views to sum, 1 to 24 "
-    says += "(default: %(default)s)"
-    add("--votes", type=_number(int, 1, 24), default=1, metavar="VIEWS", help=says)
-    says = "upward axis: x, y, z, -x, -y or -z, written --up=-y (default: %(default)s)"
-    add("--up", metavar="AXIS", choices=tuple(AXES), default="z", help=says)
+    text = "edge of a tile, in the scan's unit, mostly metres "
+    text += "(default: the whole scan at once)"
+    add("--tile", type=_number(float, 0), metavar="EDGE", help=text)
+    text = "width of the strip that neighbouring tiles share (default: a fifth of EDGE)"
+    add("--overlap", type=_number(float, 0), metavar="WIDTH", help=text)
+    text = "number of turned, scaled and mirrored views to sum, 1 to 24 "
+    text += "(default: %(default)s)"
+    add("--votes", type=_number(int, 1, 24), default=1, metavar="VIEWS", help=text)
+    text = "upward axis: x, y, z, -x, -y or -z, written --up=-y (default: %(default)s)"
+    add("--up", metavar="AXIS", choices=tuple(AXES), default="z", help=text)
     add = mesh.add_argument
-    says = "maximum number of triangles (default: %(default)s)"
-    add("--faces", type=_number(int, 4), default=200_000, help=says)
-    says = "edge of the texture in texels (default: %(default)s)"
-    add("--texture-size", type=_number(int, 16, 16384), default=2048, help=says)
-    says = "keep the nets below this much memory, such as 8GB (default: no limit)"
-    add("--memory", type=_memory, metavar="SIZE", help=says)
+    text = "maximum number of triangles (default: %(default)s)"
+    add("--faces", type=_number(int, 4), default=200_000, help=text)
+    text = "edge of the texture in texels (default: %(default)s)"
+    add("--texture-size", type=_number(int, 16, 16384), default=2048, help=text)
+    text = "keep the nets below this much memory, such as 8GB (default: no limit)"
+    add("--memory", type=_memory, metavar="SIZE", help=text)
 
-    says = "label a scan's points by class, and write points, a picture and a page"
+    text = "label a scan's points by class, and write points, a picture and a page"
     example = "segment scan.ply --model spunet --out segmented"
     parents = (scan, points, net, own, tiles, _rerun())
-    add = _command(commands, "segment", says, example, *parents, as_json=True)
-    says = "folder for NAME.ply, .png and .html; or a .las, .laz, .ply or .npz file, a "
-    says += "copy of the scan with labels (default: %(default)s)"
-    add("--out", metavar="PLACE", default="segmented", help=says)
+    add = _command(commands, "segment", text, example, *parents, as_json=True)
+    text = "folder for NAME.ply, .png and .html; or a .las, .laz, .ply or .npz file, a "
+    text += "copy of the scan with labels (default: %(default)s)"
+    add("--out", metavar="PLACE", default="segmented", help=text)
 
-    says = "print IoU and accuracy of each class, for a net or a labelled file"
+    text = "print IoU and accuracy of each class, for a net or a labelled file"
     example = "evaluate scan.laz --predicted labelled.laz --ignore 0"
     parents = (points, some, own, tiles)
-    add = _command(commands, "evaluate", says, example, *parents, as_json=True)
+    add = _command(commands, "evaluate", text, example, *parents, as_json=True)
     add("scans", metavar="SCAN", nargs="+", help="point-cloud files with labels")
-    says = "files with labels to compare, one for each SCAN (default: run --model)"
-    add("--predicted", nargs="+", metavar="FILE", default=(), help=says)
-    says = "dimension of SCAN with the labels (default: label, labels, class, ...)"
-    add("--labels", metavar="NAME", default="", help=says)
-    says = "leave out points with these labels (default: negative labels only)"
-    add("--ignore", type=int, nargs="+", default=(), metavar="LABEL", help=says)
+    text = "files with labels to compare, one for each SCAN (default: run --model)"
+    add("--predicted", nargs="+", metavar="FILE", default=(), help=text)
+    text = "dimension of SCAN with the labels (default: label, labels, class, ...)"
+    add("--labels", metavar="NAME", default="", help=text)
+    text = "leave out points with these labels (default: negative labels only)"
+    add("--ignore", type=int, nargs="+", default=(), metavar="LABEL", help=text)
 
-    says = "find boxes in a scan, and write a table, a picture and a page"
+    text = "find boxes in a scan, and write a table, a picture and a page"
     example = "detect sweep.bin --model voxelnext --score 0.3 --out detected"
     parents = (scan, points, net, own, _rerun())
-    add = _command(commands, "detect", says, example, *parents, as_json=True)
-    says = "folder for NAME.csv, .json, .png and .html (default: %(default)s)"
-    add("--out", metavar="DIR", default="detected", help=says)
-    says = "minimum score of a box, 0 to 1 (default: the net's)"
-    add("--score", type=_number(float, 0, 1), help=says)
-    says = "position of the scanner in the file's coordinates (default: 0 0 0)"
+    add = _command(commands, "detect", text, example, *parents, as_json=True)
+    text = "folder for NAME.csv, .json, .png and .html (default: %(default)s)"
+    add("--out", metavar="DIR", default="detected", help=text)
+    text = "minimum score of a box, 0 to 1 (default: the net's)"
+    add("--score", type=_number(float, 0, 1), help=text)
+    text = "position of the scanner in the file's coordinates (default: 0 0 0)"
     place = {"type": _number(float), "nargs": 3, "metavar": ("X", "Y", "Z")}
-    add("--centre", **place, help=says)
+    add("--centre", **place, help=text)
 
-    says = "decode TRELLIS.2's latents to a mesh with its texture, a picture and a page"
+    text = "decode TRELLIS.2's latents to a mesh with its texture, a picture and a page"
     example = "decode latents.safetensors --model shape --out asset.glb"
-    add = _command(commands, "decode", says, example, net, mesh, _rerun())
-    says = "a .safetensors file with coords, shape and, for a texture, texture"
-    add("latents", metavar="LATENTS", help=says)
-    says = "folder of the texture decoder (default: no texture)"
-    add("--texture-model", metavar="FOLDER", help=says)
-    says = "file to write: .glb, .ply or .obj (default: %(default)s)"
-    add("--out", metavar="FILE", default="asset.glb", help=says)
-    says = "batch element to decode (default: %(default)s)"
-    add("--element", type=_number(int, 0), default=0, help=says)
-    says = "number of fine voxels along an edge of the box (default: from LATENTS)"
-    add("--resolution", type=_number(int, 1), help=says)
+    add = _command(commands, "decode", text, example, net, mesh, _rerun())
+    text = "a .safetensors file with coords, shape and, for a texture, texture"
+    add("latents", metavar="LATENTS", help=text)
+    text = "folder of the texture decoder (default: no texture)"
+    add("--texture-model", metavar="FOLDER", help=text)
+    text = "file to write: .glb, .ply or .obj (default: %(default)s)"
+    add("--out", metavar="FILE", default="asset.glb", help=text)
+    text = "batch element to decode (default: %(default)s)"
+    add("--element", type=_number(int, 0), default=0, help=text)
+    text = "number of fine voxels along an edge of the box (default: from LATENTS)"
+    add("--resolution", type=_number(int, 1), help=text)
 
-    says = "make a mesh and its latents from an image's tokens, by TRELLIS.2"
+    text = "make a mesh and its latents from an image's tokens, by TRELLIS.2"
     example = "generate --image-tokens tokens.safetensors --model TRELLIS.2-4B"
-    add = _command(commands, "generate", says, example, mesh)
-    says = ".safetensors with cond_512 and cond_1024, (B, M, C) each"
-    add("--image-tokens", metavar="FILE", required=True, help=says)
-    says = "folder with TRELLIS.2's pipeline.json and ckpts"
-    add("--model", required=True, metavar="FOLDER", help=says)
-    says = "mesh (.glb, .ply, .obj) with latents beside it, or .safetensors for "
-    says += "latents alone (default: %(default)s)"
-    add("--out", metavar="FILE", default="asset.glb", help=says)
+    add = _command(commands, "generate", text, example, mesh)
+    text = ".safetensors with cond_512 and cond_1024, (B, M, C) each"
+    add("--image-tokens", metavar="FILE", required=True, help=text)
+    text = "folder with TRELLIS.2's pipeline.json and ckpts"
+    add("--model", required=True, metavar="FOLDER", help=text)
+    text = "mesh (.glb, .ply, .obj) with latents beside it, or .safetensors for "
+    text += "latents alone (default: %(default)s)"
+    add("--out", metavar="FILE", default="asset.glb", help=text)
     add("--type", choices=FORMS, help="pipeline to run (default: pipeline.json's)")
-    says = "seed of the noise (default: %(default)s)"
-    add("--seed", type=int, default=42, help=says)
-    says = "steps of each stage (default: pipeline.json's)"
-    add("--steps", type=_number(int, 1), help=says)
-    says = "guidance strength of each stage (default: pipeline.json's)"
-    add("--guidance", type=_number(float), help=says)
+    text = "seed of the noise (default: %(default)s)"
+    add("--seed", type=int, default=42, help=text)
+    text = "steps of each stage (default: pipeline.json's)"
+    add("--steps", type=_number(int, 1), help=text)
+    text = "guidance strength of each stage (default: pipeline.json's)"
+    add("--guidance", type=_number(float), help=text)
     add("--no-texture", action="store_true", help="make the shape alone")
-    says = "latents above which a cascade lowers its resolution (default: %(default)s)"
-    add("--max-tokens", type=int, default=49152, help=says)
-    says = "dtype of the flow models' blocks (default: the dtype in their file)"
-    add("--dtype", choices=DTYPES, help=says)
+    text = "latents above which a cascade lowers its resolution (default: %(default)s)"
+    add("--max-tokens", type=int, default=49152, help=text)
+    text = "dtype of the flow models' blocks (default: the dtype in their file)"
+    add("--dtype", choices=DTYPES, help=text)
 
 
 # Errors that the user can correct: one sentence, no traceback.

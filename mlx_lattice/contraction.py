@@ -22,7 +22,7 @@ from .quantized import QuantizedWeight
 from .relation import Relation, expect_relation
 from .routes import launch
 from .routes.launch import Layer, Request
-from .settings import asked_precision
+from .settings import requested_precision
 from .sync import is_transforming
 from .transformations import Function, Linear, constant, filled
 
@@ -275,7 +275,7 @@ def _checked(
             )
         same_dtype(x, bias, "the bias")
     packing = w.packing if isinstance(w, QuantizedWeight) else None
-    facts = x.shape[1], c_out, x.dtype, groups, asked_precision(), packing, layout
+    facts = x.shape[1], c_out, x.dtype, groups, requested_precision(), packing, layout
     after = cast = None
     if isinstance(epilogue, Epilogue):
         epilogue.check((relation.n_out, c_out), x.dtype)
@@ -318,7 +318,7 @@ def weight_grad(
             f"{groups}"
         )
     same_dtype(x, dy, "dy")
-    layer = Layer(x.shape[1], dy.shape[1], x.dtype, groups, asked_precision())
+    layer = Layer(x.shape[1], dy.shape[1], x.dtype, groups, requested_precision())
     return contracted(Request(WEIGHT_GRAD, layer), relation, x, dy)
 
 

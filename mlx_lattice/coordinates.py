@@ -38,8 +38,8 @@ from .sync import SharedViews, building, built_by_one
 
 def _forget(sets: ref[CoordinateManager], array: int, _: ref) -> None:
     """Drop the id of a freed array: a new array may get the same id."""
-    if (held := sets()) is not None:
-        held._by_array.pop(array, None)
+    if (manager := sets()) is not None:
+        manager._by_array.pop(array, None)
 
 
 class CoordinateManager:
@@ -64,7 +64,7 @@ class CoordinateManager:
         # By the id of a live array: its sets, by stride, spatial shape and batch size.
         self._by_array: dict[int, tuple[ref[mx.array], dict[tuple, CoordinateSet]]] = {}
         # Derived sets, by (rule, source set, kernel or stride).
-        self._made = SharedViews()
+        self._derived = SharedViews()
         # For each set, by stride: the set it was computed from, or None for several.
         self._consumed: dict[CoordinateSet, dict[tuple, CoordinateSet | None]] = {}
         self._version = 0  # counts the changes of ``_consumed``
@@ -72,7 +72,7 @@ class CoordinateManager:
         self.prepared: set[tuple[Any, ...]] = set()
         self._relations: dict[tuple, Relation] = {}
         # Relations by a layer's arguments, and the version that they are valid for.
-        self._asked: dict[tuple, tuple[Relation, int | None]] = {}
+        self._by_arguments: dict[tuple, tuple[Relation, int | None]] = {}
 
     @built_by_one
     def insert(
@@ -130,42 +130,42 @@ class CoordinateManager:
         if spatial_shape is not None:
             spatial_shape = per_axis(spatial_shape, dims, "spatial_shape", least=0)
         _, known = self._by_array.get(id(coords), (None, {}))
-        held = known.get((stride, spatial_shape, batch_size))
-        if held is not None:
-            return held
+        entry = known.get((stride, spatial_shape, batch_size))
+        if entry is not None:
+            return entry
         self._collect_garbage()
         # Shares the caller's memory; mx.array would copy. Column-major rows, as from
         # np.argwhere, are copied here, and not at every launch.
         rows = mx.contiguous(coords if rows is None else rows)
-        held = self._add(rows, stride, spatial_shape, batch_size, trusted, box)
-        held.array_ref = self._index_array(coords, held)
-        return held
+        entry = self._add(rows, stride, spatial_shape, batch_size, trusted, box)
+        entry.array_ref = self._index_array(coords, entry)
+        return entry
 
     def _add(self, coords: mx.array, stride: tuple, *facts) -> CoordinateSet:
         """Add a set of int32 rows; ``facts`` as for ``CoordinateSet``."""
-        held = CoordinateSet(coords, stride, *facts)
-        self._sets[held.serial] = held
-        self._index_array(held.shown, held)
-        return held
+        entry = CoordinateSet(coords, stride, *facts)
+        self._sets[entry.serial] = entry
+        self._index_array(entry.shown, entry)
+        return entry
 
-    def _index_array(self, array: mx.array, held: CoordinateSet) -> ref[mx.array]:
+    def _index_array(self, array: mx.array, entry: CoordinateSet) -> ref[mx.array]:
         """Index a set by an array; return a weak reference to the array."""
         known = self._by_array.get(id(array))
         if known is None:
             gone = partial(_forget, ref(self), id(array))
             known = self._by_array[id(array)] = ref(array, gone), {}
-        facts = held.stride, held.spatial_shape, held.declared_batch_size
-        known[1][facts] = held
+        facts = entry.stride, entry.spatial_shape, entry.declared_batch_size
+        known[1][facts] = entry
         return known[0]
 
     def _collect_garbage(self) -> None:
         """Free unreachable sets, and everything cached for them."""
-        left = [held for held in self._sets.values() if held.is_reachable]
+        left = [entry for entry in self._sets.values() if entry.is_reachable]
         if len(left) == len(self._sets):
             return
         beside: dict[CoordinateSet, list[CoordinateSet]] = {}
-        for keeper, kept in self._dependencies():
-            beside.setdefault(keeper, []).append(kept)
+        for keeper, dependent in self._dependencies():
+            beside.setdefault(keeper, []).append(dependent)
         living = set(left)
         while left:
             found = set(beside.get(left.pop(), ())) - living
@@ -176,9 +176,9 @@ class CoordinateManager:
 
     def _dependencies(self) -> Iterator[tuple[CoordinateSet, CoordinateSet]]:
         """Yield pairs of sets: the second lives as long as the first."""
-        for (_, source, _), made in self._made.everything():
-            yield source, made  # avoids a rebuild
-            yield made, source  # a transposed convolution needs it
+        for (_, source, _), derived in self._derived.everything():
+            yield source, derived  # avoids a rebuild
+            yield derived, source  # a transposed convolution needs it
         for coarse, sets in self._consumed.items():
             for fine in sets.values():
                 if fine is not None:
@@ -186,13 +186,13 @@ class CoordinateManager:
 
     def _retain(self, living: set[CoordinateSet]) -> None:
         """Drop all sets but ``living``, and everything cached for the others."""
-        self._sets = {n: held for n, held in self._sets.items() if held in living}
-        for rule, made in self._made.everything():
-            if made not in living:
-                self._made.drop(rule)
+        self._sets = {n: entry for n, entry in self._sets.items() if entry in living}
+        for rule, derived in self._derived.everything():
+            if derived not in living:
+                self._derived.drop(rule)
         self.prepared = {each for each in self.prepared if each[1] in self._sets}
         for name, (array, known) in list(self._by_array.items()):
-            left = {facts: held for facts, held in known.items() if held in living}
+            left = {facts: entry for facts, entry in known.items() if entry in living}
             if left:
                 self._by_array[name] = array, left
             else:
@@ -200,23 +200,23 @@ class CoordinateManager:
         for coarse in self._consumed.keys() - living:
             del self._consumed[coarse]
         self._relations = {
-            question: relation
-            for question, relation in self._relations.items()
+            arguments: relation
+            for arguments, relation in self._relations.items()
             if living.issuperset(relation.sets)
         }
-        self._asked = {
-            question: answer
-            for question, answer in self._asked.items()
-            if living.issuperset(answer[0].sets)
+        self._by_arguments = {
+            arguments: entry
+            for arguments, entry in self._by_arguments.items()
+            if living.issuperset(entry[0].sets)
         }
 
     def __getitem__(self, key: CoordinateKey) -> CoordinateSet:
         try:
             return self._sets[key.serial]
         except KeyError:
-            held = ", ".join(repr(each.key) for each in self.sets) or "none"
+            keys = ", ".join(repr(each.key) for each in self.sets) or "none"
             raise KeyError(
-                f"{key!r} is not a coordinate set of this manager, which has: {held}. "
+                f"{key!r} is not a coordinate set of this manager, which has: {keys}. "
                 "Keep a tensor, key or array of a set alive to keep the set"
             ) from None
 
@@ -237,8 +237,8 @@ class CoordinateManager:
             self[key_or_coords]
             return key_or_coords
         _, known = self._by_array.get(id(key_or_coords), (None, {}))
-        held = next(iter(known.values()), None)
-        return self.insert(key_or_coords) if held is None else held.key
+        entry = next(iter(known.values()), None)
+        return self.insert(key_or_coords) if entry is None else entry.key
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
@@ -258,29 +258,29 @@ class CoordinateManager:
         source = self[self.key_of(key_or_coords)]
         dims = len(source.stride)
         chain = [per_axis(stride, dims, "stride") for stride in strides]
-        return tuple(made.key for made in self._cells(source, chain))
+        return tuple(derived.key for derived in self._cells(source, chain))
 
     def _forward_rows(
         self, source: CoordinateSet, spec: KernelSpec, support: str
     ) -> CoordinateSet:
         """Return the output set of a forward convolution with this support."""
         if support != "cell":
-            return self._made_once("reach", source, spec)
+            return self._derived_set("reach", source, spec)
         if set(spec.stride) == {1} and spec.is_centred:
             return source
         return self._cells(source, [spec.stride])[0]
 
-    def _made_once(
+    def _derived_set(
         self, name: str, source: CoordinateSet, spec: KernelSpec
     ) -> CoordinateSet:
         """Return the set that "reach" or "generative" derives from a set, cached."""
-        made = self._made.get((name, source, spec))
-        if made is None:
-            build = partial(self._made_rows, name == "generative", source, spec)
-            made = self._made.build((name, source, spec), build)
-        return made
+        derived = self._derived.get((name, source, spec))
+        if derived is None:
+            build = partial(self._derived_rows, name == "generative", source, spec)
+            derived = self._derived.build((name, source, spec), build)
+        return derived
 
-    def _made_rows(
+    def _derived_rows(
         self, expands: bool, source: CoordinateSet, spec: KernelSpec
     ) -> CoordinateSet:
         """Return the set of all rows that some input reaches or expands to."""
@@ -297,7 +297,7 @@ class CoordinateManager:
         # Without overlap every cell is a row, unless the grid cuts a cell.
         are_cells = expands and spec.fills_cell and cut == box
         count = len(source) * spec.volume if are_cells else None
-        build = registry.geometry().made_rows
+        build = registry.geometry().rule_rows
         rows = build(rule, coords, offsets, stride, cut, count)
         step = (finer if expands else coarser)(source.stride, stride)
         return self._insert_sorted(rows, cut, step, shape, source)
@@ -308,10 +308,10 @@ class CoordinateManager:
         chain = []
         # Cells depend on the stride alone: kernels of one stride share their rows.
         for stride in strides:
-            made = self._made.find(("cell", source, stride))
-            if made is None:
+            derived = self._derived.find(("cell", source, stride))
+            if derived is None:
                 return chain + self._new_cells(source, strides[len(chain) :])
-            source = made
+            source = derived
             chain.append(source)
         return chain
 
@@ -319,22 +319,22 @@ class CoordinateManager:
     def _new_cells(
         self, source: CoordinateSet, strides: Sequence[tuple[int, ...]]
     ) -> list[CoordinateSet]:
-        if self._made.find(("cell", source, strides[0])) is not None:
+        if self._derived.find(("cell", source, strides[0])) is not None:
             return self._cells(source, strides)  # built by another thread
         chain = []
         for stride, level in zip(strides, _levels(source, strides), strict=True):
             rows, box, cell, shape = level
-            made = self._insert_sorted(rows, box, cell, shape, source)
-            self._made.add(("cell", source, stride), made)
-            self._note_consumed(made, source)
-            source = made
-            chain.append(made)
+            derived = self._insert_sorted(rows, box, cell, shape, source)
+            self._derived.add(("cell", source, stride), derived)
+            self._note_consumed(derived, source)
+            source = derived
+            chain.append(derived)
         return chain
 
     def _insert_sorted(self, rows, box, stride, shape, source) -> CoordinateSet:
-        made = self._add(rows, stride, shape, source.batch_size, True, box)
-        made.is_sorted = True
-        return made
+        derived = self._add(rows, stride, shape, source.batch_size, True, box)
+        derived.is_sorted = True
+        return derived
 
     def _note_consumed(self, coarse: CoordinateSet, fine: CoordinateSet) -> None:
         if coarse is fine or self._consumed.get(coarse, {}).get(fine.stride) is fine:
@@ -389,19 +389,19 @@ class CoordinateManager:
         """The relations so far, in the order in which they were built."""
         return tuple(self._relations.values())
 
-    def asked(self, question: tuple[Any, ...]) -> Relation | None:
+    def cached_relation(self, arguments: tuple[Any, ...]) -> Relation | None:
         """Return the cached relation of a layer's call, or None if it is outdated."""
-        relation, version = self._asked.get(question, (None, None))
+        relation, version = self._by_arguments.get(arguments, (None, None))
         return relation if version in (None, self._version) else None
 
-    def answer(
-        self, question: tuple[Any, ...], relation: Relation, searched: bool
+    def cache_relation(
+        self, arguments: tuple[Any, ...], relation: Relation, searched: bool
     ) -> None:
         """Cache a relation for later calls of a layer with equal arguments.
 
         ``searched``: whether its target was searched for among this manager's sets.
         """
-        self._asked[question] = relation, self._version if searched else None
+        self._by_arguments[arguments] = relation, self._version if searched else None
 
     def kernel_relation(
         self,
@@ -441,7 +441,7 @@ class CoordinateManager:
         offsets: Sequence[Sequence[int]] | None = None,
     ) -> Relation:
         """Return the forward relation onto exactly the rows of a target set."""
-        key = self.key_of(key_or_coords)  # held while the target is inserted
+        key = self.key_of(key_or_coords)  # kept alive while the target is inserted
         source, spec = self._start(key, kernel_size, stride, padding, dilation, offsets)
         target = self[self.key_of(target)]
         self._note_consumed(target, source)
@@ -479,7 +479,7 @@ class CoordinateManager:
             ValueError: ``target`` is None, and the input's rows were computed from no
                 set of that stride, or from several.
         """
-        key = self.key_of(key_or_coords)  # held while the target is inserted
+        key = self.key_of(key_or_coords)  # kept alive while the target is inserted
         source, spec = self._start(key, kernel_size, stride, padding, dilation, offsets)
         if target is None:
             target = self._finer(source, spec.stride)
@@ -505,7 +505,7 @@ class CoordinateManager:
         source, spec = self._start(
             key_or_coords, kernel_size, stride, padding, dilation, offsets
         )
-        target = self._made_once("generative", source, spec)
+        target = self._derived_set("generative", source, spec)
         return self._between("generative", source, target, spec)
 
     def relation(
@@ -517,7 +517,7 @@ class CoordinateManager:
         stride: IntOrTuple = 1,
     ) -> Relation:
         """Return the relation between any two sets with explicit offsets."""
-        key = self.key_of(key_or_coords)  # held while the target is inserted
+        key = self.key_of(key_or_coords)  # kept alive while the target is inserted
         source, spec = self._start(key, 1, stride, None, 1, offsets)
         return self._between("general", source, self[self.key_of(target)], spec)
 
@@ -542,8 +542,8 @@ class CoordinateManager:
         fine = source if kind == "forward" else target
         if kind == "generative":
             return len(fine)
-        made = self._made.find(("cell", target, spec.stride))
-        if kind == "transposed" and made is not source:  # it may lack cells
+        derived = self._derived.find(("cell", target, spec.stride))
+        if kind == "transposed" and derived is not source:  # it may lack cells
             return None
         pairs = zip(fine.spatial_shape or (), spec.stride, strict=False)
         return None if any(n % s for n, s in pairs) else len(fine)
@@ -560,8 +560,8 @@ class CoordinateManager:
     def _build_between(
         self, kind: str, source: CoordinateSet, target: CoordinateSet, spec: KernelSpec
     ) -> Relation:
-        question = kind, source, target, spec
-        known = self._relations.get(question)
+        arguments = kind, source, target, spec
+        known = self._relations.get(arguments)
         if known is not None:
             return known
         if len(source.stride) != len(target.stride):
@@ -571,9 +571,9 @@ class CoordinateManager:
             )
         if kind == "transposed":
             # Transpose the strided relation that built the cells.
-            made = self._relations.get(("forward", target, source, spec))
-            if made is not None:
-                return self._relations.setdefault(question, made.transposed(kind))
+            derived = self._relations.get(("forward", target, source, spec))
+            if derived is not None:
+                return self._relations.setdefault(arguments, derived.transposed(kind))
         search = Search.of(kind, source, target, spec)
         identity = search.identity
         relation = Relation(
@@ -597,10 +597,10 @@ class CoordinateManager:
             count = None if identity else registry.geometry().start(relation)
             for (edges,) in settle(unsettled, *([] if count is None else [count])):
                 relation.set_counted(edges)
-        edges = len(source) if identity else self._known_edges(*question)
+        edges = len(source) if identity else self._known_edges(*arguments)
         if edges is not None:
             relation.set_counted(edges)
-        self._relations[question] = relation
+        self._relations[arguments] = relation
         return relation
 
 
@@ -670,32 +670,32 @@ class Union(NamedTuple):
 
 def part_of(
     manager: CoordinateManager,
-    held: CoordinateSet,
+    source: CoordinateSet,
     mask: mx.array,
     count: int | None = None,
 ) -> Part:
     """Return the part of a set whose mask is true. Reads the number of rows."""
-    if not len(held):
+    if not len(source):
         return Part(None, None)
-    started = registry.geometry().start_kept(mx.stop_gradient(mask), held.coords)
-    unsettled = [] if held.settled else [held]
+    started = registry.geometry().start_masked(mx.stop_gradient(mask), source.coords)
+    unsettled = [] if source.settled else [source]
     if count is None:
         ((count,),) = settle(unsettled, started.count)
     else:
         settle(unsettled)
-    if count == len(held):
+    if count == len(source):
         return Part(None, None)
-    rows, back, coords = started.kept(count)
-    made = manager.inserted(
+    rows, back, coords = started.rows(count)
+    new = manager.inserted(
         coords,
-        held.stride,
-        spatial_shape=held.spatial_shape,
-        batch_size=held.batch_size,
+        source.stride,
+        spatial_shape=source.spatial_shape,
+        batch_size=source.batch_size,
         trusted=True,
-        box=held.box,  # bounds every selection of rows
+        box=source.box,  # bounds every selection of rows
     )
-    made.is_sorted = held.is_sorted
-    return Part(made.key, Move(rows, back))
+    new.is_sorted = source.is_sorted
+    return Part(new.key, Move(rows, back))
 
 
 def equal_rows(a: CoordinateSet, b: CoordinateSet) -> Move | None:
@@ -712,11 +712,11 @@ def _equal_rows(a: CoordinateSet, b: CoordinateSet) -> Move | None:
     are_sorted = len(a) == len(b) and a.is_sorted and b.is_sorted
     if are_sorted and sync.read(mx.array_equal(a.coords, b.coords))[0]:
         return None
-    places = _found(b, a)
+    places = _find_rows(b, a)
     same = mx.array_equal(places, mx.arange(len(b), dtype=mx.int32))
     missing, same = sync.read((places < 0).sum(), same)
     if missing or len(a) != len(b):
-        of, at = (b, places) if missing else (a, _found(a, b))
+        of, at = (b, places) if missing else (a, _find_rows(a, b))
         row = tuple(of.coords[mx.argmin(at).item()].tolist())
         raise ValueError(
             f"the tensors do not have the same coordinates ({len(a):,} and {len(b):,} "
@@ -732,7 +732,7 @@ def common(
     """Return the rows that both sets have, and the second set's move to them."""
 
     def build() -> tuple[Part, Move]:
-        at = _found(a, b)
+        at = _find_rows(a, b)
         part = part_of(manager, a, at >= 0)
         at = at if part.move is None else at[part.move.places]
         move = Move(at, inverted(at, len(b)))
@@ -745,12 +745,12 @@ def alone(manager: CoordinateManager, a: CoordinateSet, b: CoordinateSet) -> Par
     """Return the rows of the first set that the second lacks."""
 
     def build() -> Part:
-        return _complete(manager, part_of(manager, a, _found(a, b) < 0))
+        return _complete(manager, part_of(manager, a, _find_rows(a, b) < 0))
 
     return _joins.build(a, b, "alone", build)
 
 
-def _found(a: CoordinateSet, b: CoordinateSet) -> mx.array:
+def _find_rows(a: CoordinateSet, b: CoordinateSet) -> mx.array:
     """Return the (N_a,) places of the first set's rows in the second, or -1."""
     settle([each for each in dict.fromkeys((a, b)) if not each.settled])
     if not len(a):
@@ -774,7 +774,7 @@ def _united(
 ) -> Union:
     is_turned = len(b) > len(a)
     small, large = (a, b) if is_turned else (b, a)
-    at, missing = _found(small, large), 0
+    at, missing = _find_rows(small, large), 0
     if len(small):
         ((missing,),) = sync.read((at < 0).sum().reshape(1))
     box = join(a.box, b.box) if len(small) else large.box
@@ -790,19 +790,19 @@ def _united(
         rows, places = registry.geometry().unique_rows(both, box, count)
         backs = places[: len(a)], places[len(a) :]
         moves = tuple(Move(inverted(back, count), back) for back in backs)
-    for which, (held, move) in enumerate(zip((a, b), moves, strict=True)):
-        same = facts == (held.spatial_shape, held.batch_size)
+    for which, (side, move) in enumerate(zip((a, b), moves, strict=True)):
+        same = facts == (side.spatial_shape, side.batch_size)
         if move is None and same and (is_one or not which):
             return Union(None, which, moves)
-    made = manager.inserted(rows, a.stride, *facts, trusted=True, box=box)
-    made.is_sorted = True
-    return Union(made.key, 0, moves)
+    new = manager.inserted(rows, a.stride, *facts, trusted=True, box=box)
+    new.is_sorted = True
+    return Union(new.key, 0, moves)
 
 
 def _complete(
-    manager: CoordinateManager, made: Part | Union, *moves: Move
+    manager: CoordinateManager, new: Part | Union, *moves: Move
 ) -> Part | Union:
     """Evaluate the moves and rows of a join, which threads share; return it."""
-    rows = None if made.key is None else manager[made.key].coords
-    sync.complete((made, moves, rows))
-    return made
+    rows = None if new.key is None else manager[new.key].coords
+    sync.complete((new, moves, rows))
+    return new

@@ -30,7 +30,7 @@ from .quantized import QuantizedWeight
 from .relation import Relation
 from .routes import launch
 from .routes.selection import choose
-from .settings import asked_precision, boundary, stage_end
+from .settings import boundary, requested_precision, stage_end
 
 # Shares of the room that a limit leaves beside the bytes in use when its block began:
 WHOLE = 1 / 8  # the largest intermediate that is computed at once
@@ -267,8 +267,8 @@ def conv(
     """Return y, (N_out, C_out), under a limit: large tables are built in blocks."""
     is_searched = relation.kind in BLOCKED_KINDS and relation.sets is not None
     is_searched = is_searched and not (relation.is_transposed or relation.is_identity)
-    size = relation.n_out * _table_bytes(relation)
-    if is_searched and size > active().share(TABLE) and relation.kept("table") is None:
+    is_large = relation.n_out * _table_bytes(relation) > active().share(TABLE)
+    if is_searched and is_large and relation.cached_view("table") is None:
         parts = conv_blocks(x, w, relation, bias, groups, epilogue)
         return assembled(parts, relation.n_out)
     options = {"groups": groups, "bias": bias, "epilogue": epilogue}
@@ -292,7 +292,7 @@ def conv_blocks(
     """Yield (first row, y) of blocks of output rows; one block if all rows fit."""
     n, (layout, _, _, c_out) = relation.n_out, weight_axes(tuple(w.shape))
     packing = w.packing if isinstance(w, QuantizedWeight) else None
-    facts = x.shape[1], c_out, x.dtype, groups, asked_precision(), packing, layout
+    facts = x.shape[1], c_out, x.dtype, groups, requested_precision(), packing, layout
     after = epilogue if epilogue is None or bias is None else epilogue.biased(bias)
     request = launch.Request(FORWARD, launch.Layer(*facts), after and after.facts)
     # Whoever reads a block holds another of its size beside it.
@@ -318,7 +318,7 @@ def _rows_of(relation: Relation, first: int, last: int) -> Relation:
     """Return the relation of a block of output rows, which no manager keeps."""
     source, target = relation.sets
     rows, spec = target.coords[first:last], relation.spec
-    whole = relation.kept("table")
+    whole = relation.cached_view("table")
 
     def table(keep, wanted: str | None) -> mx.array:
         if whole is not None:

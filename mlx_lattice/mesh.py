@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from .cache_files import atomic_write
 from .checks import whole
 from .distribution import install
-from .kept_files import atomic_write
 from .ops import dual_grid_mesh, grid_sample_3d
 from .ops.dual_grid import DualGrid
 from .tensor import SparseTensor, expect_tensor

@@ -620,7 +620,7 @@ class Plan:
         return TOLERANCE["tf32" if reduced else self.problem.dtype]
 
     @property
-    def said(self) -> tuple[tuple[str, object], ...]:
+    def details(self) -> tuple[tuple[str, object], ...]:
         """The facts for a reader that apply, as (name, value) pairs."""
         tile = self.tile and " x ".join(map(str, self.tile))
         where = IN_SUM if self.splits > 1 else IN_KERNEL
@@ -642,7 +642,7 @@ class Plan:
 
     def __str__(self) -> str:
         """Return what a reader is told, in one line."""
-        return ", ".join(v if k == "code" else f"{k} {v}" for k, v in self.said)
+        return ", ".join(v if k == "code" else f"{k} {v}" for k, v in self.details)
 
     def facts(self) -> dict[str, object]:
         """Return the values that a reader needs, without problem and functions."""

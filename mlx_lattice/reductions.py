@@ -279,7 +279,7 @@ def greatest(
 
     def vjp(x, dy, found):
         # What won is a choice, not a function of what it was chosen from.
-        return given_back(dy[0], mx.stop_gradient(found[1]), back())
+        return scatter_selected(dy[0], mx.stop_gradient(found[1]), back())
 
     def jvp(x, dx):
         rows = find(mx.stop_gradient(x))[1]
@@ -292,17 +292,17 @@ def selected(x: mx.array, rows: mx.array, back: Callable[..., Any]) -> mx.array:
     """Return the channels of the rows that won; a linear function of ``x``."""
     return _by_rows(
         take,
-        lambda dy, rows: given_back(dy, rows, back()),
+        lambda dy, rows: scatter_selected(dy, rows, back()),
         partial(selected, back=back),
     )(x, rows)
 
 
-def given_back(dy: mx.array, rows: mx.array, back: mx.array) -> mx.array:
+def scatter_selected(dy: mx.array, rows: mx.array, back: mx.array) -> mx.array:
     """Give each result to the row that won it, added up: the transpose."""
     return _by_rows(
         partial(registry.reductions().max_pool_backward, back=back),
         partial(selected, back=lambda: back),
-        partial(given_back, back=back),
+        partial(scatter_selected, back=back),
     )(dy, rows)
 
 

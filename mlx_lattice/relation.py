@@ -194,7 +194,7 @@ class Relation:
         self.out_coords: mx.array | None = out_coords
         self.sets: tuple[CoordinateSet, CoordinateSet] | None = sets
         self._data = RelationData(n_in, n_out, volume, table, family, mirrored)
-        self._own = False  # whether it is the transpose that it is called after
+        self._base_swapped = False  # the orientation that it was made in
         self._start(False)
 
     @classmethod
@@ -223,7 +223,7 @@ class Relation:
         n_in, n_out, K = whole(n_in, "n_in"), whole(n_out, "n_out"), whole(K, "K")
         edges = tables.checked_edges(in_rows, out_rows, offsets, (n_in, n_out, K))
         relation = cls("general", K, n_in, n_out, None)
-        relation.keep("edges", edges)
+        relation.cache_view("edges", edges)
         relation.set_counted(len(edges))
         return relation
 
@@ -242,7 +242,7 @@ class Relation:
     @property
     def is_transposed(self) -> bool:
         """Whether this is the transpose of the relation that was built."""
-        return self._swapped != self._own
+        return self._swapped != self._base_swapped
 
     @property
     def n_in(self) -> int:
@@ -285,18 +285,18 @@ class Relation:
         if isinstance(other, ReferenceType):
             other = other()
         if other is None:
-            other = self._again(not self._swapped)
+            other = self._oriented(not self._swapped)
             # A weak reference one way: a reference cycle would keep arrays alive.
             other._transpose, self._transpose = ref(self), other
         return other
 
-    def _again(self, swapped: bool) -> Relation:
+    def _oriented(self, swapped: bool) -> Relation:
         other, straight = Relation.__new__(Relation), swapped == self._swapped
         other.kind, other.spec, other.mirrored = self.kind, self.spec, self.mirrored
         ends = self.in_coords, self.out_coords
         other.in_coords, other.out_coords = ends if straight else ends[::-1]
         other.sets = self.sets if straight or not self.sets else self.sets[::-1]
-        other._data, other._own = self._data, self._own
+        other._data, other._base_swapped = self._data, self._base_swapped
         other._start(swapped)
         return other
 
@@ -308,8 +308,8 @@ class Relation:
 
     def transposed(self, kind: str) -> Relation:
         """Return ``T`` as a relation of its own kind; all views are shared."""
-        other = self._again(not self._swapped)
-        other.kind, other._own = kind, other._swapped
+        other = self._oriented(not self._swapped)
+        other.kind, other._base_swapped = kind, other._swapped
         return other
 
     def view(
@@ -320,11 +320,11 @@ class Relation:
         view = self._data.views.get(key)
         return self._data.views.build(key, build) if view is None else view
 
-    def keep(self, name: str, value: object) -> None:
+    def cache_view(self, name: str, value: object) -> None:
         """Cache a view that was built elsewhere."""
         self._data.views.add((name, self._swapped), value)
 
-    def kept(self, name: str) -> Any:
+    def cached_view(self, name: str) -> Any:
         """Return a view from the cache, or None if it is not built."""
         return self._data.views.find((name, self._swapped))
 
@@ -332,7 +332,7 @@ class Relation:
     def built(self) -> dict[tuple[object, bool], object]:
         """The views built so far, by name and whether they are the transpose's."""
         return {
-            (name, swapped != self._own): view
+            (name, swapped != self._base_swapped): view
             for (name, swapped), view in list(self._data.views.items())
         }
 
@@ -454,7 +454,7 @@ class Relation:
             counts = [registry.geometry().edge_count(each) for each in others]
             edges, *more = sync.read(counted, *counts)
             for other, count in zip(others, more, strict=True):
-                other.keep("n_edges", count[0])
+                other.cache_view("n_edges", count[0])
             return edges[0]
 
         return self.view("n_edges", build, False)
@@ -465,7 +465,7 @@ class Relation:
         found = {id(each._data): each for each in family.relations} if family else {}
         found.pop(id(self._data), None)
         return [
-            each._again(False)
+            each._oriented(False)
             for each in found.values()
             if each.known_edges is None and each._data.has_table
         ]

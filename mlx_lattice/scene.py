@@ -20,9 +20,9 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from .cache_files import atomic_write
 from .checks import one_of, real_axes
 from .distribution import install
-from .kept_files import atomic_write
 
 # The most points that are drawn, and the most voxels that are drawn as cubes.
 MOST_POINTS = 500_000

@@ -122,7 +122,7 @@ def precision(name: str) -> Iterator[None]:
         yield
 
 
-def asked_precision() -> str:
+def requested_precision() -> str:
     """Return the precision that is set by a block or the environment."""
     inside = current().precision
     if inside is not None:

@@ -22,14 +22,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_lattice import kept_files, registry
+from mlx_lattice import cache_files, registry
 from mlx_lattice.backends.cuda import geometry as cuda_geometry
 from mlx_lattice.backends.cuda import sort as cuda_sort
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.backends.gpu.nvrtc import PRELUDE, TYPES, Kernel
 
 HOST = Path(__file__).parent / "cuda_host"
-KEPT = kept_files.folder() / "cuda_host"
+KEPT = cache_files.folder() / "cuda_host"
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("clang++")
 CAN_COMPILE = COMPILER is not None and os.uname().sysname == "Linux"
 HAS_GPU = hasattr(mx, "cuda") and mx.cuda.is_available()
@@ -155,7 +155,7 @@ class Emulator:
         library = self.folder / f"{key}.so"
         if not library.exists():
             source = library.with_suffix(".cpp")
-            kept_files.write_whole(source, text.encode())
+            cache_files.write_whole(source, text.encode())
             # Read once for all kernels: GCC takes this in place of device.h.
             header = self.folder / "device.h.gch"
             compiled(HOST / "device.h", header, "-fPIC", "-x", "c++-header")

@@ -34,10 +34,10 @@ def geometry():
         unit, ones = [(0,) * dims, (1,) * dims], (1,) * dims
         with patch.object(cuda_geometry, "bounds", lambda coords, box=box: box):
             made.unique_rows(coords)
-        made.made_rows(Rule.EXPAND, coords, unit, (2,) * dims, box, 100)
+        made.rule_rows(Rule.EXPAND, coords, unit, (2,) * dims, box, 100)
         for rule in (Rule.CELL, Rule.REACH, Rule.EXPAND):
             steps = unit[:1] if rule == Rule.CELL else unit
-            made.made_rows(rule, coords, steps, (2,) * dims, box)
+            made.rule_rows(rule, coords, steps, (2,) * dims, box)
         for levels in (2, 3):
             strides = [(2**k,) * dims for k in range(1, 1 + levels)]
             made.start_levels(BoxedRows(coords, box), strides, [box] * levels)

@@ -11,7 +11,7 @@ from mlx_lattice.problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, WEIGHT_GRAD, Pl
 from mlx_lattice.quantized import QuantizedWeight
 from mlx_lattice.relation import Relation
 from mlx_lattice.routes import launch, named
-from mlx_lattice.settings import asked_precision
+from mlx_lattice.settings import requested_precision
 
 
 def plan_of(
@@ -80,7 +80,7 @@ def alone(
     if isinstance(w, QuantizedWeight):
         packing, weights = w.packing, w.arrays
     sides = x.shape[1], dy.shape[1]
-    layer = launch.Layer(*sides, x.dtype, groups, asked_precision(), packing)
+    layer = launch.Layer(*sides, x.dtype, groups, requested_precision(), packing)
     arrays = {
         FORWARD: (x, *weights, *([] if bias is None else [bias])),
         INPUT_GRAD: (dy, *weights),

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "mlx_lattice"
 # A room is a folder, or a file at the root. Each imports rooms that stand before it.
 # Not counted are imports for type checking, and those of the files that gather names.
 FLOORS = [
-    *("checks", "settings", "distribution", "kept_files", "devices", "scene"),
+    *("checks", "settings", "distribution", "cache_files", "devices", "scene"),
     *("sync", "epilogue", "kernel_spec", "problem", "quantized"),
     *("registry", "transformations", "reductions", "geometry"),
     *("coordinate_set", "relation", "coordinates", "tensor"),

@@ -25,7 +25,7 @@ from ..geometry.lattice import (
     join,
     true_positions,
 )
-from ..geometry.lattice import made_rows as rows_within
+from ..geometry.lattice import rule_rows as rows_within
 from ..geometry.tables import Geometry, Keep, RelationViews, RowIndex, Rows
 from ..problem import (
     FORWARD,
@@ -186,7 +186,7 @@ class CpuGeometry(Geometry):
             rows, inverse, _ = extension.unique_rows(coords)
         return UniqueRows(rows, inverse)
 
-    def made_rows(
+    def rule_rows(
         self,
         rule: Rule,
         coords: mx.array,

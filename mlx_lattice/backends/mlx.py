@@ -400,7 +400,7 @@ class MlxGeometry(Geometry):
 
     bounds = staticmethod(bounds_of)
     unique_rows = staticmethod(unique_rows)
-    made_rows = staticmethod(lattice.made_rows)
+    rule_rows = staticmethod(lattice.rule_rows)
     index = staticmethod(SortedIndex.of)
     transpose_table = staticmethod(tables.transpose_table)
     curve_order = staticmethod(lattice.curve_order)

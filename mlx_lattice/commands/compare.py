@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..cache_files import check_writable
 from ..inspect.compare import compare
 from ..inspect.trace import check_page
-from ..kept_files import check_writable
 from . import Result, log, usage
 
 

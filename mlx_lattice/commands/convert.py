@@ -12,11 +12,11 @@ import mlx.nn
 from mlx.utils import tree_flatten
 
 from .. import models, nn
+from ..cache_files import check_writable
 from ..distribution import __version__
 from ..io import folders
 from ..io.checkpoints import OURS, match, opened
 from ..io.safetensors import CheckpointError, read_object, write_safetensors
-from ..kept_files import check_writable
 from ..models import PUBLISHED, litept, ptv3
 from ..models.trellis2.transformer import FLOW, STRUCTURE_FLOW, trellis2
 from . import UsageError, log, usage

@@ -12,9 +12,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn
 
+from ..cache_files import check_writable
 from ..geometry.lattice import true_positions
 from ..io.safetensors import SafetensorsState, listed
-from ..kept_files import check_writable
 from ..memory import memory_limit
 from ..mesh import (
     asset_of,

@@ -17,9 +17,9 @@ import sklearn.model_selection
 from mlx.utils import tree_flatten
 
 from .. import nn, ops
+from ..cache_files import check_writable
 from ..inspect.trace import check_page, trace
 from ..io.safetensors import write_safetensors
-from ..kept_files import check_writable
 from ..nn.calibrate import calibrate
 from ..optimizers import Adam
 from ..tensor import SparseTensor

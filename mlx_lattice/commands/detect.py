@@ -15,10 +15,10 @@ import mlx.core as mx
 import numpy as np
 
 from .. import ops
+from ..cache_files import atomic_write, check_writable
 from ..checks import real_axes
 from ..inspect.trace import drawn
 from ..io.points import PointCloud, read_points
-from ..kept_files import atomic_write, check_writable
 from ..models import Detector, from_pretrained
 from ..models.voxel_recipe import of_scan
 from ..scene import Scene, check_scene
@@ -96,7 +96,7 @@ def run(
     note += f"{least:g}"
     draw(flat, net, boxes, labels, scores, files[2], f"{title}: {note}")
     about = {"classes": net.classes, "palette": net.about.palette(len(net.classes))}
-    scene = Scene(title, note).points(points, colours=segment.own_colours(flat))
+    scene = Scene(title, note).points(points, colours=segment.scan_colours(flat))
     scene.boxes(boxes, scores=scores, labels=labels, **about).save(*files[3:])
     log.info(f"wrote {', '.join(map(str, files))}")
     document = {
@@ -195,7 +195,7 @@ def draw(
     figure.set_layout_engine("constrained")
     order = np.argsort(cloud.points[:, 2], kind="stable")
     grey = 0.35 + 0.5 * (
-        1 - segment.own_colours(cloud)[order].mean(axis=1, keepdims=True)
+        1 - segment.scan_colours(cloud)[order].mean(axis=1, keepdims=True)
     )
     grey = np.repeat(grey, 3, axis=1)
     segment.scatter(axes, cloud.points[order, :2], grey, low, high)

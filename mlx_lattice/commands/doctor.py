@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..cache_files import check_writable
 from ..inspect import doctor
 from ..inspect.explain import milliseconds
 from ..inspect.trace import drawn
-from ..kept_files import check_writable
 from . import Result, bar, log
 
 

@@ -14,6 +14,7 @@ import mlx.nn
 
 from .. import memory as memory_limits
 from .. import models
+from ..cache_files import check_writable
 from ..geometry.lattice import true_positions
 from ..io.checkpoints import import_checkpoint
 from ..io.folders import CONFIG
@@ -26,7 +27,6 @@ from ..io.safetensors import (
     shown,
     write_safetensors,
 )
-from ..kept_files import check_writable
 from ..memory import memory_limit
 from ..models.trellis2 import Generated, Pipeline, Recipe, nets_of, sizes_of
 from ..models.trellis2.pipeline import STAGES

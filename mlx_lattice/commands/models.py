@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import models
+from ..cache_files import check_writable
 from ..inspect.trace import drawn
 from ..io import folders
-from ..kept_files import check_writable
 from . import Result, UsageError, log, usage
 
 COLUMNS = tuple((name, "left") for name in ("name", "net", "licence", "published"))

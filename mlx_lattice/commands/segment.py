@@ -12,10 +12,10 @@ import matplotlib  # here, so that a missing package is found before the net run
 import mlx.core as mx
 import numpy as np
 
+from ..cache_files import atomic_write, check_writable
 from ..checks import LatticeWarning
 from ..io.labelled import check_format, write_labelled
 from ..io.points import READERS, PointCloud, read_points, write_ply
-from ..kept_files import atomic_write, check_writable
 from ..models import Segmentor, from_pretrained
 from ..models.scans import Segmented, segment_points
 from ..models.voxel_recipe import of_scan, white_of
@@ -101,7 +101,7 @@ def run(
         Scene(title, note, up=up).points(
             cloud.points,
             labels=labels,
-            colours=own_colours(cloud),
+            colours=scan_colours(cloud),
             classes=[net.about.label(i) for i in range(count)],
             palette=palette.tolist(),
         ).save(*files[2:])
@@ -299,7 +299,7 @@ def draw(
     shape = (2, 1) if wide else (1, 2)
     figure, panels = pyplot.subplots(*shape, figsize=(11, 9 if wide else 5.5))
     figure.set_layout_engine("constrained")
-    pictures = (("the scan", own_colours(cloud)), ("by class", palette[labels] / 255))
+    pictures = (("the scan", scan_colours(cloud)), ("by class", palette[labels] / 255))
     for axes, (caption, colours) in zip(np.ravel(panels), pictures, strict=True):
         scatter(axes, flat[order], colours[order], low, high)
         axes.set_title(caption)
@@ -358,7 +358,7 @@ def scatter(
     axes.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]), aspect="equal")
 
 
-def own_colours(cloud: PointCloud) -> np.ndarray:
+def scan_colours(cloud: PointCloud) -> np.ndarray:
     """Return (P, 3) from 0 to 1: the scan's colours, intensity or height."""
     from matplotlib import colormaps
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from ..cache_files import check_writable
 from ..distribution import install
 from ..io.points import READERS, PointCloud, read_points
 from ..io.safetensors import SafetensorsState, listed
-from ..kept_files import check_writable
 from ..scene import Scene, check_scene
 from ..tensor import SparseTensor
 from . import Result, UsageError, log
-from .segment import own_colours
+from .segment import scan_colours
 
 MESHES = (".glb", ".obj", ".stl", ".off")
 
@@ -90,7 +90,7 @@ def scene_of(
 
 def _points_scene(file: Path, cloud: PointCloud, labels: str, up: str) -> Scene:
     """Return a scene of points, by class if they have labels."""
-    colours = own_colours(cloud)
+    colours = scan_colours(cloud)
     found = cloud.attributes.get(labels)
     if found is None and labels != "labels":
         raise ValueError(

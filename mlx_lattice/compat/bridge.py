@@ -29,7 +29,7 @@ from ..problem import INPUT_GRAD, MLX_LAYOUT, WEIGHT_GRAD, weight_axes
 from ..relation import Relation
 from ..routes import launch
 from ..routes.launch import Layer, Request
-from ..settings import asked_precision
+from ..settings import requested_precision
 
 Function = TypeVar("Function", bound=Callable)
 Derived = TypeVar("Derived")
@@ -357,7 +357,7 @@ def _contraction_gradients(relation, groups, needed, arrays, dy) -> list:
     """Return gradients by x, w and bias, without running the forward pass again."""
     x, w, _ = arrays
     layout, volume, c_in, c_out = weight_axes(w.shape)
-    facts = x.shape[1], c_out, x.dtype, groups, asked_precision(), None, layout
+    facts = x.shape[1], c_out, x.dtype, groups, requested_precision(), None, layout
     layer, dx, dw, db = Layer(*facts), None, None, None
     if needed[0]:
         flat = w.reshape(c_out, volume, c_in) if layout == MLX_LAYOUT else w

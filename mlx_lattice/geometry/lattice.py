@@ -192,7 +192,7 @@ def running_sums(values: mx.array, axis: int = 0) -> mx.array:
     return values if values.shape[axis] == 1 else mx.cumsum(values, axis=axis)
 
 
-class KeptRows(NamedTuple):
+class SelectedRows(NamedTuple):
     """Rows that a mask keeps, in their order."""
 
     rows: mx.array  # (M,) int32: which they are
@@ -209,11 +209,11 @@ class MaskedRows:
         # A sum, since MLX on CUDA reads a slice by moving the whole array to the CPU.
         self.count: mx.array = self._ends[-1:] + 0
 
-    def kept(self, count: int) -> KeptRows:
+    def rows(self, count: int) -> SelectedRows:
         """Return the rows, from the value of ``count``."""
         rows = _positions(self._mask, self._ends, count)
         places = mx.where(self._mask, self._ends - 1, -1)
-        return KeptRows(rows, places, self._coords[rows])
+        return SelectedRows(rows, places, self._coords[rows])
 
 
 def _positions(mask: mx.array, ends: mx.array, count: int) -> mx.array:
@@ -413,7 +413,7 @@ def _candidates(
     return cells(rows, stride), mx.all(rows % steps == 0, axis=1)
 
 
-def made_rows(
+def rule_rows(
     rule: Rule,
     coords: mx.array,
     offsets: Offsets,

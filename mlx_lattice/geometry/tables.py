@@ -130,7 +130,7 @@ class Geometry(ABC):
         """Return the sorted unique rows, and the place of each row among them."""
 
     @abstractmethod
-    def made_rows(
+    def rule_rows(
         self,
         rule: Rule,
         coords: mx.array,
@@ -141,7 +141,7 @@ class Geometry(ABC):
     ) -> mx.array:
         """Return the sorted unique int32 rows within a box that a rule makes."""
 
-    def start_kept(self, mask: mx.array, coords: mx.array) -> MaskedRows:
+    def start_masked(self, mask: mx.array, coords: mx.array) -> MaskedRows:
         """Launch the rows of a set that a mask, (N,) bool, keeps. N is at least 1."""
         return MaskedRows(mask, coords)
 
@@ -168,7 +168,7 @@ class Geometry(ABC):
         made, still = [], [(0,) * len(before)]
         for stride, box in zip(strides, boxes, strict=True):
             step = tuple(s // b for s, b in zip(stride, before, strict=True))
-            coords, before = self.made_rows(Rule.CELL, coords, still, step, box), stride
+            coords, before = self.rule_rows(Rule.CELL, coords, still, step, box), stride
             made.append(coords)
         return made
 

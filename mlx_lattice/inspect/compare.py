@@ -9,7 +9,7 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
-from ..kept_files import atomic_write
+from ..cache_files import atomic_write
 from .explain import milliseconds
 from .trace import (
     Record,

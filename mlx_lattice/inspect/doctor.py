@@ -23,7 +23,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import devices, kept_files, nn, ops
+from .. import cache_files, devices, nn, ops
 from ..backends.cuda import geometry as cuda_geometry
 from ..backends.gpu import nvrtc as cuda_compile
 from ..checks import DTYPES, dtype_name
@@ -744,4 +744,4 @@ class Doctor:
     def save(self) -> None:
         """Write ``doctor.json``, all of it or nothing."""
         text = json.dumps(self.report, indent=1, allow_nan=False, default=str)
-        kept_files.write_whole(self.path, text.encode())
+        cache_files.write_whole(self.path, text.encode())

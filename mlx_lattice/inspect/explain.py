@@ -482,24 +482,24 @@ class LayerNames:
     """Names of layers: paths in a model, else classes with an index."""
 
     def __init__(self, model: object = None):
-        self._held: dict[int, tuple[object, str]] = {}
+        self._names: dict[int, tuple[object, str]] = {}
         self._seen: Counter[str] = Counter()
         if model is not None and not hasattr(model, "named_modules"):
             raise TypeError(f"the model must be a net; got {type(model).__name__}")
         for path, module in model.named_modules() if model is not None else ():
             name = path or type(module).__name__
-            self._held.setdefault(id(module), (module, name))
+            self._names.setdefault(id(module), (module, name))
 
     def of(self, layer: object) -> str:
         """Return the path of a layer, else its class and an index, else "call"."""
         if layer is None or isinstance(layer, str):
             return layer or "call"
-        if id(layer) not in self._held:
+        if id(layer) not in self._names:
             kind = type(layer).__name__
             # The layer is kept alive: the id of a freed one could be used again.
-            self._held[id(layer)] = layer, f"{kind} {self._seen[kind]}"
+            self._names[id(layer)] = layer, f"{kind} {self._seen[kind]}"
             self._seen[kind] += 1
-        return self._held[id(layer)][1]
+        return self._names[id(layer)][1]
 
 
 class VerificationError(ArithmeticError):

@@ -19,11 +19,11 @@ import mlx.core as mx
 from mlx.nn import Module
 
 from .. import devices, memory
+from ..cache_files import atomic_write
 from ..channel_kernels import Fused, norm_observers
 from ..devices import Device
 from ..distribution import __version__, install
 from ..epilogue import EpilogueFacts
-from ..kept_files import atomic_write
 from ..ops.attention_calls import Attended, attention_observers
 from ..problem import IntegerFacts, Plan, Problem
 from ..relation import Relation

@@ -20,8 +20,8 @@ import mlx.nn
 from mlx.utils import tree_flatten
 
 from .. import nn
+from ..cache_files import atomic_write
 from ..distribution import NAME, __version__, install
-from ..kept_files import atomic_write
 from ..nn.int8 import OPTIONAL
 from .safetensors import CheckpointError, read_object, read_safetensors, shown
 

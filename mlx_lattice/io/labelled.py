@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kept_files import atomic_write
+from ..cache_files import atomic_write
 from .points import LAS, Columns, las_chunks, open_las, read_columns, write_ply
 
 # Formats that labels are written in.

@@ -24,7 +24,7 @@ except ImportError as error:
         "mlx_lattice.io needs NumPy for points: pip install numpy"
     ) from error
 
-from ..kept_files import atomic_write
+from ..cache_files import atomic_write
 from .safetensors import PointFileError, check_file, listed, short
 
 Columns = dict[str, np.ndarray]

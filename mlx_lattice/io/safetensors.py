@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..kept_files import atomic_write
+from ..cache_files import atomic_write
 
 SHOWN = 120
 

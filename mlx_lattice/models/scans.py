@@ -144,8 +144,8 @@ def segment_points(
                 progress(runs, len(tiles) * votes)
         best = mx.max(chances, axis=1)[rows] / votes
         check_scores(best)
-        labels[part.own] = np.array(mx.argmax(scores, axis=1)[rows])
-        confidence[part.own] = np.array(best)
+        labels[part.core] = np.array(mx.argmax(scores, axis=1)[rows])
+        confidence[part.core] = np.array(best)
         classes, voxel_count = scores.shape[1], voxel_count + len(voxels.x)
         del voxels, scores, chances, total, best
         mx.clear_cache()
@@ -222,7 +222,7 @@ class Part(NamedTuple):
 
     rows: Any  # in the scan: the points that the net reads
     inner: Any  # in rows: the points that get their label from this tile
-    own: Any  # in the scan: the same points
+    core: Any  # in the scan: the same points
 
 
 class Tiles:
@@ -245,7 +245,7 @@ class Tiles:
     ):
         self.points: np.ndarray = points
         self.ground: Sequence[int] = ground
-        self.own: dict[int, slice] | None = None  # places in order, by tile
+        self.slices: dict[int, slice] | None = None  # of order, by tile
         if tile is None:
             if overlap is not None:
                 raise ValueError("overlap needs tile, the edge of a tile")
@@ -276,28 +276,28 @@ class Tiles:
         self.order: np.ndarray = np.argsort(key, kind="stable")
         keys, counts = np.unique(key, return_counts=True)
         ends = np.cumsum(counts)
-        self.own = {
+        self.slices = {
             int(k): slice(int(end - n), int(end))
             for k, end, n in zip(keys, ends, counts, strict=True)
         }
 
     def __len__(self) -> int:
-        return 1 if self.own is None else len(self.own)
+        return 1 if self.slices is None else len(self.slices)
 
     def __iter__(self) -> Iterator[Part]:
-        if self.own is None:
+        if self.slices is None:
             yield Part(slice(None), slice(None), slice(None))
             return
         rings = int(np.ceil(self.overlap / 2 / self.step))
         near = range(-rings, rings + 1)
-        for key, piece in self.own.items():
+        for key, piece in self.slices.items():
             own, at = self.order[piece], divmod(key, self.columns)
             parts = [own]
             for i in near:
                 for j in near:
                     row, column = at[0] + i, at[1] + j
                     if (i or j) and 0 <= column < self.columns:
-                        piece = self.own.get(row * self.columns + column, slice(0))
+                        piece = self.slices.get(row * self.columns + column, slice(0))
                         parts.append(self._inside(self.order[piece], at))
             rows = np.sort(np.concatenate(parts))  # in the scan's order
             yield Part(rows, np.searchsorted(rows, own), own)

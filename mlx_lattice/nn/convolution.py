@@ -197,7 +197,7 @@ class Convolution(Packable, Module):
 
     def _relation(self, x: SparseTensor, coordinates: Coordinates) -> Relation:
         """Return the relation of a call; the manager caches it for the next call."""
-        question = None
+        arguments = None
         if isinstance(x, SparseTensor) and (
             coordinates is None
             or isinstance(coordinates, SparseTensor)
@@ -206,8 +206,8 @@ class Convolution(Packable, Module):
             target = 0 if coordinates is None else coordinates.key.serial
             size = self.offsets or self.kernel_size
             geometry = size, self.stride, self.padding, self.dilation, self.support
-            question = self.kind, x.key.serial, target, *geometry
-            known = x.manager.asked(question)
+            arguments = self.kind, x.key.serial, target, *geometry
+            known = x.manager.cached_relation(arguments)
             if known is not None:
                 return known
         expect_axes(x, self.dims, type(self).__name__)
@@ -215,10 +215,10 @@ class Convolution(Packable, Module):
         if self.offsets is not None:
             kernel |= {"kernel_size": 1, "offsets": self.offsets}
         relation = self._find_relation(x, coordinates, kernel)
-        if question is not None:
+        if arguments is not None:
             # The default target of a transposed convolution may change with later sets.
             searched = self.kind == "transposed" and not target
-            x.manager.answer(question, relation, searched)
+            x.manager.cache_relation(arguments, relation, searched)
         return relation
 
 

@@ -577,5 +577,5 @@ def max_unpool(x: SparseTensor, indices: PoolIndices) -> SparseTensor:
             f"the pooled tensor had {indices.rows.shape[1]} channels; got {x.channels}"
         )
     back = _reached(indices.relation)
-    feats = reductions.given_back(x.feats, indices.rows, back)
+    feats = reductions.scatter_selected(x.feats, indices.rows, back)
     return SparseTensor.of(x.manager, source, feats)

@@ -205,7 +205,7 @@ class Choice:
     @property
     def parameters(self) -> tuple[tuple[str, object], ...]:
         """Facts of the plan as (name, value) pairs."""
-        return self.plan.said
+        return self.plan.details
 
     @property
     def precision(self) -> str | None:

@@ -28,7 +28,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import devices, kept_files, settings
+from .. import cache_files, devices, settings
 from ..backends import portable_only
 from ..backends.gpu.kernel import SHORT, GpuKernel
 from ..checks import DTYPES, LatticeWarning
@@ -83,7 +83,7 @@ def proof(on: bool = True) -> Iterator[None]:
 def enabled() -> bool:
     """Return whether kernels prove themselves here."""
     inside = settings.current().proved
-    return kept_files.is_set(VARIABLE, default=True) if inside is None else inside
+    return cache_files.is_set(VARIABLE, default=True) if inside is None else inside
 
 
 class Results:
@@ -93,7 +93,7 @@ class Results:
         self.path: Path = path
         self.where: str = where
         header = {"version": VERSION, "machine": where}
-        self._file = kept_files.EntryFile(path, header, _is_entry)
+        self._file = cache_files.EntryFile(path, header, _is_entry)
         # Why kernels are refused, by digest; choices keep the object that they read.
         self.refused: dict[str, str] = {}
         self.load()
@@ -102,14 +102,14 @@ class Results:
         """Read the file."""
         entries = self._file.load()
         # By key: the kernel's name, and why it is refused or None.
-        self.found: dict[str, object] = {
+        self.entries: dict[str, object] = {
             k: e for k, e in entries.items() if not isinstance(e, int)
         }
         # By key: how many processes ended while they tried the kernel.
         self.ended: dict[str, int] = {
             k: e for k, e in entries.items() if isinstance(e, int)
         }
-        refused = {k.partition(" ")[0]: why for k, (_, why) in self.found.items()}
+        refused = {k.partition(" ")[0]: why for k, (_, why) in self.entries.items()}
         refused = {digest: why for digest, why in refused.items() if why}
         if self.refused != refused:
             self.refused = refused
@@ -117,7 +117,7 @@ class Results:
 
     def knows(self, plan: Plan, biased: bool) -> bool:
         """Return whether the kernel of a plan was tried before, with these inputs."""
-        return key_of(plan, biased) in self.found
+        return key_of(plan, biased) in self.entries
 
     def add(self, plan: Plan, biased: bool, why: str | None) -> None:
         """Keep why the kernel of a plan is refused; None if it is right."""
@@ -131,7 +131,7 @@ class Results:
     @property
     def kernels(self) -> tuple[tuple[str, str | None], ...]:
         """(name, why it is refused or None) of each, refused ones first."""
-        found = map(tuple, self.found.values())
+        found = map(tuple, self.entries.values())
         return tuple(sorted(found, key=lambda each: (each[1] is None, each[0])))
 
 
@@ -207,10 +207,10 @@ def _results_on(device: Device) -> Results:
 
 @cache
 def _results(folder: tuple, name: str, backend: str) -> Results:
-    # `folder` is what `kept_files.folder` depends on; each plan asks for results.
+    # `folder` is what `cache_files.folder` depends on; each plan asks for results.
     where = machine_of(name, backend)
     file = hashlib.sha256(where.encode()).hexdigest()[:12]
-    return Results(kept_files.folder() / "proofs" / f"{file}.json", where)
+    return Results(cache_files.folder() / "proofs" / f"{file}.json", where)
 
 
 def refused_on(device: Device) -> Mapping[str, str]:
@@ -298,10 +298,10 @@ def _result(results: Results, plan: Plan, biased: bool) -> str | None:
     key = key_of(plan, biased)
     # Others wait, so that an entry of a number means that a process has ended: a GPU's
     # fault on Metal may end it.
-    with kept_files.alone(".proofs.lock"):
+    with cache_files.alone(".proofs.lock"):
         results.load()
         if results.knows(plan, biased):
-            return results.found[key][1]
+            return results.entries[key][1]
         ended = results.ended.get(key, 0)
         results.note(key, ended + 1)
         try:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from .. import backends, devices, kept_files, settings
+from .. import backends, cache_files, devices, settings
 from ..checks import LatticeWarning
 from ..devices import Device
 from ..problem import INPUT_GRAD, PASSES, Problem
@@ -245,12 +245,12 @@ def is_tuning() -> bool:
     inside = settings.current().tuned
     if inside is not None:
         return inside
-    return kept_files.is_set("MLX_LATTICE_TUNE")
+    return cache_files.is_set("MLX_LATTICE_TUNE")
 
 
 def cache_file() -> Path:
     """Return the path of the file with the measured times."""
-    return kept_files.folder() / "routes.json"
+    return cache_files.folder() / "routes.json"
 
 
 def tuning_key(problem: Problem, device: Device) -> str:
@@ -360,6 +360,6 @@ def _is_times(entry: object) -> bool:
     )
 
 
-def _file() -> kept_files.EntryFile:
+def _file() -> cache_files.EntryFile:
     header = {"version": VERSION, "mlx": mx.__version__}
-    return kept_files.EntryFile(cache_file(), header, _is_times)
+    return cache_files.EntryFile(cache_file(), header, _is_times)

@@ -48,9 +48,9 @@ def made(place, rule, coords, offsets, stride, shape=None, box_of=lattice.box_of
     box = box_of(rule, lattice.bounds_of(coords), offsets, stride)
     box = lattice.cut(box, shape)
     arguments = rule, coords, offsets, stride, box
-    got = agreed(place, GEOMETRY[place.name].made_rows, *arguments)
+    got = agreed(place, GEOMETRY[place.name].rule_rows, *arguments)
     # The same rows where their number is said.
-    said = agreed(place, GEOMETRY[place.name].made_rows, *arguments, len(got))
+    said = agreed(place, GEOMETRY[place.name].rule_rows, *arguments, len(got))
     same(said, got)
     return got
 
@@ -235,9 +235,9 @@ def test_kept_rows(place, n, d, share):
 
     def keep():
         given = mx.array(mask), mx.array(coords)
-        started = GEOMETRY[place.name].start_kept(*given)
+        started = GEOMETRY[place.name].start_masked(*given)
         ((count,),) = sync.read(started.count)
-        return started.kept(count)
+        return started.rows(count)
 
     rows, places, kept = agreed(place, keep)
     same(rows, np.flatnonzero(mask))

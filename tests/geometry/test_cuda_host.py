@@ -17,7 +17,7 @@ from cuda_emulation import (
 )
 from reference_rows import table_of, tile_order
 
-from mlx_lattice import kept_files
+from mlx_lattice import cache_files
 from mlx_lattice.backends.cuda import sort as cuda_sort
 from mlx_lattice.backends.cuda.geometry import (
     KINDS,
@@ -47,7 +47,7 @@ def programs():
     files["interfaces.h"] = f"namespace lattice {{\n{structs}}}\n"
     folder = kept_folder(*files, *files.values())
     for name, text in files.items():
-        kept_files.write_whole(folder / name, text.encode())
+        cache_files.write_whole(folder / name, text.encode())
 
     @cache
     def built(name):

@@ -86,7 +86,7 @@ def test_rows_that_rules_make(emulator, extent):
             low, high = lattice.box_of(rule, bounds, offsets, stride)
             # What lies beyond the box is left out.
             facts = rule, rows, offsets, stride, ((low[0], low[1] + 1, *low[2:]), high)
-            made, wanted = kernels.made_rows(*facts), lattice.made_rows(*facts)
+            made, wanted = kernels.rule_rows(*facts), lattice.rule_rows(*facts)
             np.testing.assert_array_equal(np.array(made), np.array(wanted))
         for made, wanted in zip(
             kernels.unique_rows(rows), lattice.unique_rows(rows), strict=True

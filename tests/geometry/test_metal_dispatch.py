@@ -39,7 +39,7 @@ def made(rule, offsets, stride=(2, 2, 2)):
     """The rows that a rule makes."""
     given = rows()
     box = lattice.box_of(rule, lattice.bounds_of(given), offsets, stride)
-    return geometry.made_rows(rule, given, offsets, stride, box)
+    return geometry.rule_rows(rule, given, offsets, stride, box)
 
 
 def found(out, offsets, stride, mirrored):

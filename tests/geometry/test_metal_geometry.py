@@ -22,7 +22,7 @@ def rows(coords, d) -> mx.array:
 def cells(coords, stride):
     bounds, still = lattice.bounds_of(coords), [(0,) * len(stride)]
     box = lattice.box_of(Rule.CELL, bounds, still, stride)
-    return MetalGeometry().made_rows(Rule.CELL, coords, still, stride, box)
+    return MetalGeometry().rule_rows(Rule.CELL, coords, still, stride, box)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -108,7 +108,7 @@ def test_rules_as_far_as_int32_goes(step, rule):
     offsets = [(0,)] if rule == Rule.CELL else [(-FAR - 1,), (-1,), (0,), (FAR,)]
     low, high = (0, -FAR - 1), (0, FAR)
     with host.recording(checked=True) as record:
-        made = MetalGeometry().made_rows(
+        made = MetalGeometry().rule_rows(
             rule, rows(coords, 1), offsets, (step,), (low, high)
         )
         got = made[:, 1].tolist()

@@ -10,12 +10,12 @@ import pytest
 from cases import geometry
 
 import mlx_lattice as ml
-from mlx_lattice import cli, kept_files, models, nn
+from mlx_lattice import cache_files, cli, models, nn
+from mlx_lattice.cache_files import atomic_write
 from mlx_lattice.commands import generate
 from mlx_lattice.commands.convert import MODELS, Net
 from mlx_lattice.io.points import PointCloud, write_ply
 from mlx_lattice.io.safetensors import read_safetensors, write_safetensors
-from mlx_lattice.kept_files import atomic_write
 from mlx_lattice.models.trellis2.pipeline import Generated
 
 resource = pytest.importorskip("resource", reason="only POSIX limits sizes of files")
@@ -97,7 +97,7 @@ def mesh(folder, name):
 
 
 def kept(folder):
-    kept_files.write_whole(folder / "a.json", b"x" * 9000)
+    cache_files.write_whole(folder / "a.json", b"x" * 9000)
 
 
 WRITERS = {

@@ -153,13 +153,13 @@ def test_code_is_built_once(tmp_path):
         return b"\x7fELF code"
 
     for _ in range(3):
-        assert cuda_compile.kept("a", build) == b"\x7fELF code"
+        assert cuda_compile.cached("a", build) == b"\x7fELF code"
     file = tmp_path / "cache" / "cuda" / "a.cubin"
     assert len(built) == 1 and [file] == list(file.parent.iterdir())
     file.write_bytes(b"cut short")
-    assert cuda_compile.kept("a", build) == b"\x7fELF code" and len(built) == 2
+    assert cuda_compile.cached("a", build) == b"\x7fELF code" and len(built) == 2
     assert file.read_bytes() == b"\x7fELF code"
-    assert cuda_compile.kept("b", build) and len(built) == 3
+    assert cuda_compile.cached("b", build) and len(built) == 3
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing_and_says_so(tmp_path):
@@ -172,7 +172,7 @@ def test_a_folder_that_cannot_be_written_keeps_nothing_and_says_so(tmp_path):
                 ml.LatticeWarning, match="cannot be kept in .*MLX_LATTICE_CACHE"
             ),
         ):
-            assert cuda_compile.kept("a", lambda: b"\x7fELF code") == b"\x7fELF code"
+            assert cuda_compile.cached("a", lambda: b"\x7fELF code") == b"\x7fELF code"
     assert [p.name for p in (tmp_path / "cache" / "cuda").iterdir()] == ["a.cubin"]
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lattice import LatticeWarning, kept_files
+from mlx_lattice import LatticeWarning, cache_files
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def file(folder):
     path, header = Path(folder) / "entries.json", {"version": 1}
-    return kept_files.EntryFile(path, header, lambda entry: isinstance(entry, dict))
+    return cache_files.EntryFile(path, header, lambda entry: isinstance(entry, dict))
 
 
 STORE = """
@@ -22,8 +22,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_kept_entries import file
-from mlx_lattice import kept_files
-with kept_files.cache(sys.argv[2]):
+from mlx_lattice import cache_files
+with cache_files.cache(sys.argv[2]):
     print("ready", flush=True)
     sys.stdin.readline()
     for i in range(40):
@@ -49,7 +49,7 @@ def test_processes_that_store_at_once_lose_nothing(tmp_path):
         each.stdin.write("\n")
         each.stdin.close()
     assert [each.wait() for each in running] == [0] * 3
-    with kept_files.cache(tmp_path):
+    with cache_files.cache(tmp_path):
         assert len(file(tmp_path).load()) == 3 * 40
 
 
@@ -57,7 +57,7 @@ def test_processes_that_store_at_once_lose_nothing(tmp_path):
 def test_files_of_another_form_are_written_anew(text, tmp_path):
     (tmp_path / "entries.json").write_text(text)
     with (
-        kept_files.cache(tmp_path),
+        cache_files.cache(tmp_path),
         pytest.warns(LatticeWarning, match="written anew"),
     ):
         assert file(tmp_path).load() == {}
@@ -69,7 +69,7 @@ def test_files_of_another_form_are_written_anew(text, tmp_path):
 def test_a_folder_that_takes_no_file(tmp_path):
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "folder"
-    with kept_files.cache(folder):
+    with cache_files.cache(folder):
         with pytest.warns(LatticeWarning, match="this process only"):
             file(folder).add("a", {"is": 1})
         assert file(folder).load() == {"a": {"is": 1}}

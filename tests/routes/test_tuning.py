@@ -9,8 +9,8 @@ import pytest
 from planted import counting, plant
 
 import mlx_lattice as ml
-from mlx_lattice import kept_files, ops, routes
-from mlx_lattice.kept_files import EntryFile
+from mlx_lattice import cache_files, ops, routes
+from mlx_lattice.cache_files import EntryFile
 from mlx_lattice.problem import PASSES
 from mlx_lattice.routes import selection
 
@@ -95,7 +95,7 @@ def test_a_new_process_reads_the_file(counted, folder):
     with ml.tune():
         ops.subm_conv3d(x, W)
         choice = ml.explain(x, W).choice
-        kept_files._entries.cache_clear()
+        cache_files._entries.cache_clear()
         ml.settings.note_change()
         counted.clear()
         assert ml.select(ml.explain(x, W).problem) == choice
@@ -166,7 +166,7 @@ def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
     def fail(*args):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(kept_files.os, "replace", fail)
+    monkeypatch.setattr(cache_files.os, "replace", fail)
     with pytest.warns(ml.LatticeWarning, match="cannot be written .*the disk is full"):
         selection._file().add("b", {"pointwise": 1.0})
     assert (folder / "routes.json").read_text() == before
@@ -174,16 +174,16 @@ def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
 
 
 def test_folders_by_block_environment_and_platform(tmp_path, monkeypatch):
-    assert kept_files.folder() == tmp_path
+    assert cache_files.folder() == tmp_path
     with ml.cache(tmp_path / "a"):
-        assert kept_files.folder() == tmp_path / "a"
+        assert cache_files.folder() == tmp_path / "a"
         with ml.cache(str(tmp_path / "b")):
             assert selection.cache_file() == tmp_path / "b" / "routes.json"
-    assert kept_files.folder() == tmp_path
+    assert cache_files.folder() == tmp_path
     monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_CACHE", None)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(kept_files.sys, "platform", "darwin")
-    assert kept_files.folder() == tmp_path / "Library" / "Caches" / "mlx-lattice"
-    monkeypatch.setattr(kept_files.sys, "platform", "linux")
+    monkeypatch.setattr(cache_files.sys, "platform", "darwin")
+    assert cache_files.folder() == tmp_path / "Library" / "Caches" / "mlx-lattice"
+    monkeypatch.setattr(cache_files.sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert kept_files.folder() == tmp_path / "x" / "mlx-lattice"
+    assert cache_files.folder() == tmp_path / "x" / "mlx-lattice"

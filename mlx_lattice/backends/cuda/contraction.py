@@ -261,7 +261,7 @@ def _by_tiles(p: Problem, device: Device, route: str, weights: str, tile: Tile) 
     return _as_cut(p, _Cut(route, weights, tile, splits, blocks, moments))
 
 
-def _again(p: Problem, cut: _Cut, defines: tuple[tuple[str, int], ...]) -> Plan:
+def _proof_plan(p: Problem, cut: _Cut, defines: tuple[tuple[str, int], ...]) -> Plan:
     """Return the plan of a small problem for the kernel of another cut."""
     splits = min(cut.splits, PROOF_SPLITS)
     plan = _as_cut(p, cut._replace(splits=splits, blocks=2))
@@ -301,7 +301,7 @@ def _as_cut(p: Problem, cut: _Cut) -> Plan:
     kernel = _int8_kernel(p, tile, is_split) if p.integer else _tiles_kernel(p, cut)
     # All problems of the kernel have the same proof, whichever is planned first.
     proof = cut._replace(splits=PROOF_SPLITS if is_split else 1)
-    again = partial(_again, cut=proof, defines=kernel.defines)
+    again = partial(_proof_plan, cut=proof, defines=kernel.defines)
     after = (IN_SUM if is_split else IN_KERNEL) if p.epilogue or p.integer else ""
     return Plan(
         p,

@@ -405,16 +405,16 @@ def sorted_arrays(relation: RelationViews) -> tuple[mx.array, ...]:
 
 def _tiles(relation: RelationViews) -> Sorted:
     table = relation.table_with(TILES)
-    tiles = relation.kept(TILES)
+    tiles = relation.cached_view(TILES)
     if tiles is None:
         _, counts, tiles = counted_table(table_source(table), tiled=True)
-        relation.keep(COUNTS, counts)
+        relation.cache_view(COUNTS, counts)
     return tiles
 
 
 def band_counts(relation: RelationViews) -> BandCounts:
     """Return the counts of a relation's table."""
-    counts = relation.kept(COUNTS)
+    counts = relation.cached_view(COUNTS)
     if counts is None:
         table = relation.out_in  # may bring its BandCounts
         build = lambda: counted_table(table_source(table))[1]  # noqa: E731
@@ -470,7 +470,7 @@ def pairs(relation: RelationViews) -> Pairs:
     """Return the relation's edges by offset. Its transpose shares them."""
 
     def build() -> Pairs:
-        other = relation.T.kept("cuda_pairs")
+        other = relation.T.cached_view("cuda_pairs")
         if other is None:
             found = _pairs(relation)
         else:
@@ -558,7 +558,7 @@ class CudaGeometry(Geometry):
         counts = sync.read(*made.counts) if count is None else [[count]]
         return UniqueRows(made.all_rows(counts), made.places)
 
-    def made_rows(
+    def rule_rows(
         self,
         rule: Rule,
         coords: mx.array,
@@ -572,7 +572,7 @@ class CudaGeometry(Geometry):
         if candidates == 0 or is_empty(box):
             return mx.zeros((0, coords.shape[1]), dtype=mx.int32)
         if cell_count(box) >= KEY_LIMIT:
-            return lattice.made_rows(rule, coords, offsets, stride, box, count)
+            return lattice.rule_rows(rule, coords, offsets, stride, box, count)
         bits, ranges = cell_count(box).bit_length(), ranges_of(box)
         facts, is_distinct = (coords, rule, offsets, stride), count == candidates
         made = start_rows(*facts, bits, ranges, is_distinct=is_distinct)
@@ -620,7 +620,7 @@ class CudaGeometry(Geometry):
             return _listed(table, counts, 3, table.shape[1], total)[0]
         facts = band_counts(relation), 3, table.shape[1], relation.n_edges
         made, starts = _listed(table, *facts)
-        relation.keep("cuda_starts", starts)
+        relation.cache_view("cuda_starts", starts)
         return made
 
     def start(self, relation: RelationViews) -> mx.array | None:
@@ -664,7 +664,7 @@ def rehearse(dims: int) -> None:
         for extent in (1 << 4, 1 << 14):  # keys of one word and of two
             box = (0,) * (1 + dims), (extent,) * (1 + dims)
             facts = coords, [(0,) * dims], spec.stride, box
-            geometry.made_rows(Rule.CELL, *facts, count=1)  # so that nothing is read
+            geometry.rule_rows(Rule.CELL, *facts, count=1)  # so that nothing is read
             strides = [(2**k,) * dims for k in range(1, 1 + _LEVELS)]
             geometry.start_levels(BoxedRows(coords, box), strides, [box] * _LEVELS)
         swapped = geometry.transpose_table(table, len(coords))

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ... import kept_files
+from ... import cache_files
 from ...checks import LatticeWarning
 from ...devices import CUDA, compute_capability, current, serves
 
@@ -219,7 +219,7 @@ CODE_SIGNS = b"\x7fELF", b"\x50\xed\x55\xba"  # a cubin, a fat binary
 @cache
 def compiler(capability: tuple[int, int]) -> Compiler | None:
     """Return NVRTC, or None where MLX compiles kernels."""
-    if not kept_files.is_set(VARIABLE, default=True):
+    if not cache_files.is_set(VARIABLE, default=True):
         return None
     library = loaded("libnvrtc.so")
     include = library and headers(library)
@@ -360,12 +360,12 @@ def compiled(nvrtc: Compiler, text: str) -> bytes:
     is_compressed = fatbin() is not None
     words = "\0".join((str(nvrtc.version), *nvrtc.options, str(is_compressed), text))
     key = hashlib.sha256(words.encode()).hexdigest()[:32]
-    return kept(key, lambda: compressed(nvrtc.compile(text), nvrtc.capability))
+    return cached(key, lambda: compressed(nvrtc.compile(text), nvrtc.capability))
 
 
-def kept(key: str, build: Callable[[], bytes]) -> bytes:
+def cached(key: str, build: Callable[[], bytes]) -> bytes:
     """Return the machine code of a key, built where no file has it."""
-    path = kept_files.folder() / "cuda" / f"{key}.cubin"
+    path = cache_files.folder() / "cuda" / f"{key}.cubin"
     try:
         code = path.read_bytes()
     except OSError:
@@ -374,7 +374,7 @@ def kept(key: str, build: Callable[[], bytes]) -> bytes:
         return code
     code = build()
     try:
-        kept_files.write_whole(path, code)
+        cache_files.write_whole(path, code)
     except OSError as error:
         warnings.warn(
             f"compiled CUDA kernels cannot be kept in {path.parent} "

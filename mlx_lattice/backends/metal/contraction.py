@@ -404,7 +404,7 @@ def _by_tiles(
     )
     moments = p.sums_moments and not is_packed and tile.splits == 1
     far = _is_far(p, tile)
-    return _as_cut(p, Cut(name, tile, pieces, placed, far, matrices, moments))
+    return _plan_of_cut(p, Cut(name, tile, pieces, placed, far, matrices, moments))
 
 
 def _is_far(p: Problem, tile: SortedTile) -> bool:
@@ -416,15 +416,15 @@ def _is_far(p: Problem, tile: SortedTile) -> bool:
     return largest >= FAR_ELEMENTS["*"]
 
 
-def _again(p: Problem, cut: Cut) -> Plan:
+def _proof_plan(p: Problem, cut: Cut) -> Plan:
     """Return the plan of a small problem that runs the kernel of ``cut``."""
     tile, tiles = cut.tile, ceil_div(p.rows_written, TILE_ROWS)
     tile = tile._replace(splits=min(tile.splits, PROOF_SPLITS))
     pieces = [(0, tiles)] if cut.placed else [(0, 2), (2, tiles - 2)]
-    return _as_cut(p, cut._replace(tile=tile, pieces=pieces))
+    return _plan_of_cut(p, cut._replace(tile=tile, pieces=pieces))
 
 
-def _as_cut(p: Problem, cut: Cut) -> Plan:
+def _plan_of_cut(p: Problem, cut: Cut) -> Plan:
     """Return the plan of a problem with a given cut."""
     (c_x, c_y), n, tile = p.channels, p.rows_written, cut.tile
     splits, is_packed = tile.splits, cut.name.startswith("quantized")
@@ -437,7 +437,7 @@ def _as_cut(p: Problem, cut: Cut) -> Plan:
         dispatches.append(Dispatch(first, count, grid, add))
     gpu, add = (_integer_kernels if p.integer else _float_kernels)(p, cut)
     sizes = {"volume": p.volume, "c_x": c_x, "c_y": c_y, "splits": splits}
-    variant = tile.said if tile.height else ""
+    variant = tile.description if tile.height else ""
     if p.integer:
         stored = p.packed_channels
         sizes |= {W_OFFSET: c_y * stored, W_ROW: stored}
@@ -478,7 +478,7 @@ def _as_cut(p: Problem, cut: Cut) -> Plan:
         threadgroup=(tile.threads, 1, 1),
         dispatches=tuple(dispatches),
         count=partial(sorted_multiply_adds, product=product, region=tile.region),
-        proof=Proof(_proof_channels(p, cut), partial(_again, cut=cut)),
+        proof=Proof(_proof_channels(p, cut), partial(_proof_plan, cut=cut)),
     )
 
 

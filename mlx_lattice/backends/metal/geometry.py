@@ -375,7 +375,7 @@ class MetalGeometry(Geometry):
         outputs = [((count, width), mx.int32), ((n,), mx.int32)]
         return UniqueRows(*write([coords, order, starts, ends], outputs, (n,)))
 
-    def made_rows(
+    def rule_rows(
         self,
         rule: Rule,
         coords: mx.array,

@@ -250,7 +250,7 @@ class SortedTile(NamedTuple):
         return LANES * (TILE_ROWS // self.height) * (self.columns // TENSOR_WIDTH)
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """TensorOps' simdgroups in words."""
         each = f"{self.height} x {TENSOR_WIDTH}"
         return f"simdgroups of {each}, steps of {self.step} channels"

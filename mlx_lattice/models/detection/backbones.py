@@ -576,7 +576,7 @@ def _flattened(manager: CoordinateManager, sets: Sequence[CoordinateSet]) -> _Fl
         high = [max(h, (n - 1) << i) for h, n in zip(high, extents, strict=True)]
     coords, shape = mx.concatenate(coords), finest.spatial_shape[1:]
     box = (0, 0, 0), (finest.batch_size - 1, *high)
-    cells = registry.geometry().made_rows(Rule.CELL, coords, [(0, 0)], (1, 1), box)
+    cells = registry.geometry().rule_rows(Rule.CELL, coords, [(0, 0)], (1, 1), box)
     # Those of even kernels may lie beyond the grid: then they are read and checked.
     is_inside = all(h < n for h, n in zip(high, shape, strict=True))
     inserted = manager.inserted(
