@@ -49,7 +49,7 @@ def is_set(name: str, default: bool = False) -> bool:
 
 
 def folder() -> Path:
-    """Return the folder: a block's, else the environment's, else the user's."""
+    """Return the cache folder: of the block, the environment or the user."""
     inside = settings.current().cache
     if inside is not None:
         return inside
@@ -63,7 +63,7 @@ def folder() -> Path:
 
 @contextmanager
 def alone(name: str = ".lock") -> Iterator[None]:
-    """Keep other processes out while a file of the folder is read and written anew."""
+    """Lock the folder against other processes while a file is rewritten."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
         lock = (folder() / name).open("ab")
@@ -97,7 +97,7 @@ class EntryFile:
         self.valid: Callable[[object], bool] = valid
 
     def load(self) -> dict[str, object]:
-        """Return the entries; none, with a warning, of a file that is unusable."""
+        """Return the entries; warn and return none if the file is unusable."""
         found = {}
         with suppress(OSError):
             file = self.path.stat()
@@ -125,7 +125,7 @@ class EntryFile:
 
 @lru_cache(maxsize=8)
 def _entries(path: Path, header: str, valid: Callable, stamp: tuple) -> dict:
-    """Return the entries of a file of one stamp: none, with a warning, if unusable."""
+    """Return a file's entries, cached by its stamp; warn if it is unusable."""
     wanted = json.loads(header)
     try:
         held = json.loads(path.read_text())

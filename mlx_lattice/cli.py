@@ -1,4 +1,4 @@
-"""The command mlx-lattice: its options, and which module runs each command."""
+"""The command mlx-lattice: ``main`` parses the options and runs ``commands.NAME``."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from .quantized import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES
 from .routes.table import TABLE
 from .scene import AXES
 
-# Extras that commands need. These commands take a folder of a net.
+# The extra of the package that each command needs.
 EXTRAS = {"segment": "demo", "evaluate": "demo", "detect": "demo", "decode": "mesh"}
 EXTRAS |= {"demo": "demo", "view": "viz"}
-# Options that are not the command's own.
+# Options that all commands share; ``run`` does not take them.
 SHARED = ("command", "as_json", "level", "print_completion")
 SHELLS = ("bash", "zsh", "tcsh")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports an error in one sentence, with exit code 2, and suggests a name."""
+    """A parser that reports an error in one sentence, and suggests a name."""
 
     words: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse unknown options here, where the command's own are known."""
+        """Refuse unknown options in the parser that knows the command's options."""
         self.words = sys.argv[1:] if args is None else list(args)
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -144,7 +144,7 @@ def _command(
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's parser."""
+    """Return the parser of mlx-lattice and all its commands."""
     whole = _Parser(
         prog="mlx-lattice",
         description="Sparse convolution for MLX: label scans, find boxes, make "
@@ -440,7 +440,7 @@ def _add_nets(commands) -> None:
 # Errors that the user can correct: one sentence, no traceback.
 WRONG = ValueError, TypeError, ImportError, OSError, HostMissing, MemoryLimitError
 FAILURE, USAGE = 1, 2
-# Exit codes of what a signal ends, as shells have them: 128 and its number.
+# Exit codes after a signal, as in shells: 128 plus its number.
 INTERRUPTED, NO_READER = 130, 141
 
 
@@ -524,7 +524,7 @@ def _messages(name: str, level: str) -> Iterator[None]:
 
     try:
         with warnings.catch_warnings():
-            if name != "mlx-lattice run":  # whose script has its own
+            if name != "mlx-lattice run":  # its script shows warnings itself
                 warnings.showwarning = show
             yield
     finally:
@@ -547,7 +547,7 @@ def _result(parsed: argparse.Namespace) -> int:
 
 
 def _call(parsed: argparse.Namespace) -> Any:
-    """Run a command's function, which takes its options."""
+    """Call a command's function with its options."""
     name = parsed.command
     log.debug("%s %s, Python %s", NAME, __version__, sys.version.split()[0])
     if name in ("info", "explain"):
@@ -563,7 +563,7 @@ def _extra(command: str, extra: str | None) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        if error.name is None or extra is None:  # a sentence already
+        if error.name is None or extra is None:  # its message is a sentence
             raise
         needed = error.name.partition(".")[0]
         raise ImportError(f"{command} needs {needed}; {install(extra)}") from error
@@ -614,8 +614,9 @@ def _explain(parsed: argparse.Namespace) -> Result:
             edges=parsed.edges,
             bits=parsed.bits,
         )
-    found = explain(problem, device=parsed.device, pass_=parsed.pass_, only=parsed.only)
-    return Result(str(found), found.as_dict())
+    facts = {"device": parsed.device, "pass_": parsed.pass_, "only": parsed.only}
+    explanation = explain(problem, **facts)
+    return Result(str(explanation), explanation.as_dict())
 
 
 if __name__ == "__main__":

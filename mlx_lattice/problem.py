@@ -621,7 +621,7 @@ class Plan:
 
     @property
     def details(self) -> tuple[tuple[str, object], ...]:
-        """The facts for a reader that apply, as (name, value) pairs."""
+        """The facts to print, as (name, value) pairs."""
         tile = self.tile and " x ".join(map(str, self.tile))
         where = IN_SUM if self.splits > 1 else IN_KERNEL
         pairs = (

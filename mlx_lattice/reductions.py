@@ -289,7 +289,7 @@ def greatest(
 
 
 def selected(x: mx.array, rows: mx.array, back: Callable[..., Any]) -> mx.array:
-    """Return the channels of the rows that won; a linear function of ``x``."""
+    """Return the channels of selected rows; a linear function of ``x``."""
     return _by_rows(
         take,
         lambda dy, rows: scatter_selected(dy, rows, back()),
@@ -298,7 +298,7 @@ def selected(x: mx.array, rows: mx.array, back: Callable[..., Any]) -> mx.array:
 
 
 def scatter_selected(dy: mx.array, rows: mx.array, back: mx.array) -> mx.array:
-    """Give each result to the row that won it, added up: the transpose."""
+    """Add each gradient to the row that was selected: the transpose."""
     return _by_rows(
         partial(registry.reductions().max_pool_backward, back=back),
         partial(selected, back=lambda: back),

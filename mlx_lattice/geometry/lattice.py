@@ -193,15 +193,15 @@ def running_sums(values: mx.array, axis: int = 0) -> mx.array:
 
 
 class SelectedRows(NamedTuple):
-    """Rows that a mask keeps, in their order."""
+    """Rows that a mask selects, in their order."""
 
-    rows: mx.array  # (M,) int32: which they are
-    places: mx.array  # (N,) int32: where each row stands among them, or -1
+    rows: mx.array  # (M,) int32: the selected rows
+    places: mx.array  # (N,) int32: the place of each row among them, or -1
     coords: mx.array  # (M, 1 + D) int32
 
 
 class MaskedRows:
-    """Rows that a mask keeps, launched, and whose number is not read."""
+    """The selection of rows by a mask, launched before its size is read."""
 
     def __init__(self, mask: mx.array, coords: mx.array):
         self._mask, self._coords = mask, coords
@@ -421,7 +421,7 @@ def rule_rows(
     box: Bounds,
     count: int | None = None,
 ) -> mx.array:
-    """Return the sorted unique int32 rows within a box that a rule makes."""
+    """Return the rows that a rule derives, sorted, unique and within a box."""
     if coords.shape[0] == 0 or not offsets or is_empty(box):
         return mx.zeros((0, coords.shape[1]), dtype=mx.int32)
     rows, counts = _candidates(coords, rule, offsets, stride)

@@ -139,10 +139,10 @@ class Geometry(ABC):
         box: Bounds,
         count: int | None = None,
     ) -> mx.array:
-        """Return the sorted unique int32 rows within a box that a rule makes."""
+        """Return the rows that a rule derives, sorted, unique and within a box."""
 
     def start_masked(self, mask: mx.array, coords: mx.array) -> MaskedRows:
-        """Launch the rows of a set that a mask, (N,) bool, keeps. N is at least 1."""
+        """Launch the selection of rows by a mask, (N,) bool. N is at least 1."""
         return MaskedRows(mask, coords)
 
     def start_levels(

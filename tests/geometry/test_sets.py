@@ -82,7 +82,7 @@ def test_rows_of_another_stride_count_other_cells(name):
                 assert call(x, to).key == level.key
                 continue
             with pytest.raises(
-                ValueError, match=rf"of stride {right} are .*e {stride},"
+                ValueError, match=rf"have stride {right} .*got stride {stride}\."
             ):
                 call(x, to)
     # Of bare rows, and of another manager's, it is known that they are meant.

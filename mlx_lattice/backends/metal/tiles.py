@@ -244,14 +244,14 @@ class SortedTile(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Of a threadgroup."""
+        """Number of threads in a threadgroup."""
         if self.shape:
             return THREADS
         return LANES * (TILE_ROWS // self.height) * (self.columns // TENSOR_WIDTH)
 
     @property
     def description(self) -> str:
-        """TensorOps' simdgroups in words."""
+        """TensorOps' simdgroups, for plans that are printed."""
         each = f"{self.height} x {TENSOR_WIDTH}"
         return f"simdgroups of {each}, steps of {self.step} channels"
 
