@@ -273,7 +273,7 @@ def test_other_features_are_not_assigned(feats, error, sentence):
 @pytest.mark.parametrize("name", ("coords", "key", "manager"))
 def test_the_rows_of_a_tensor_cannot_be_assigned(name):
     x = tensor()
-    sentence = f"{name} of a tensor cannot be set: .* SparseTensor\\(coords, feats\\)"
+    sentence = f"{name} of a tensor cannot be set, .* SparseTensor\\(coords, feats\\)"
     for each in (x, ml.IntegerTensor.rounded(x, 0.1)):
         with pytest.raises(AttributeError, match=sentence):
             setattr(each, name, getattr(each, name))
