@@ -132,13 +132,13 @@ def test_each_point_has_the_tile_whose_border_is_farthest():
     for part in tiles:
         rows = part.rows
         assert (np.diff(rows) > 0).all()  # in the order of the scan
-        assert np.array_equal(rows[part.inner], part.own)
-        seen[part.own] += 1
+        assert np.array_equal(rows[part.inner], part.core)
+        seen[part.core] += 1
         low, high = points[rows, :2].min(axis=0), points[rows, :2].max(axis=0)
         assert (high - low <= 12.001).all()
         # Two metres and more of the scan around the points of its own.
-        near = points[part.own, :2].min(axis=0) - 1.999
-        far = points[part.own, :2].max(axis=0) + 1.999
+        near = points[part.core, :2].min(axis=0) - 1.999
+        far = points[part.core, :2].max(axis=0) + 1.999
         around = ((points[:, :2] > near) & (points[:, :2] < far)).all(axis=1)
         assert set(np.flatnonzero(around)) <= set(rows)
     assert (seen == 1).all()
