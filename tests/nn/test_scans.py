@@ -144,7 +144,6 @@ def test_each_point_has_the_tile_whose_border_is_farthest():
     assert (seen == 1).all()
 
 
-@pytest.mark.native
 def test_the_net_never_reads_more_than_a_tile():
     """Three million points on a strip; memory is that of a tile, not of the strip."""
     rng, net = np.random.default_rng(0), pointwise("ones", size=0.5)
