@@ -383,6 +383,9 @@ class SpUNetStage(nn.Module):
 class SpUNet(Segmentor):
     """Score each row with a U-net of basic blocks, or encode each batch element.
 
+    Its batch norms have momentum 0.01, as Pointcept's: scores in evaluation mode are of
+    use only after some hundred training steps.
+
     Args:
         in_channels (int): The number of input channels.
         num_classes (int): The number of output channels; with 0 the net returns the
