@@ -165,6 +165,7 @@ class Scene:
             )
         coords, size = coords.astype(np.int64), real_axes(size, 3, "size")
         if len(coords) > MOST_CUBES:
+            self._say(f"{len(coords):,} voxels are drawn as points")
             facts = {"labels": labels, "colours": colours}
             facts |= {"classes": classes, "palette": palette}
             return self.points((coords + 0.5) * np.array(size), **facts)

@@ -92,6 +92,13 @@ def test_many_points_are_thinned_and_bad_points_left_out(monkeypatch):
     assert rows(page)[0][2] == "100"
 
 
+def test_many_voxels_are_drawn_as_points(monkeypatch):
+    monkeypatch.setattr(scene, "MOST_CUBES", 2)
+    cubes = ml.Scene().voxels([[0, 0, 0], [1, 0, 0], [2, 0, 0]])
+    assert "3 voxels are drawn as points" in cubes.note
+    assert repr(cubes) == "Scene('scene', points: 3)"
+
+
 def test_corners_of_boxes_are_those_of_the_operation():
     rng = np.random.default_rng(2)
     boxes = rng.uniform(0.5, 3, (5, 9)).astype(np.float32)
