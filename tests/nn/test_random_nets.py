@@ -172,7 +172,7 @@ def check_packed(seed: int, bits: int) -> None:
 
 
 def seeds(first, last, emulated):
-    """Return seeds; the first few alone run on emulated kernels, which compile long."""
+    """Return seeds; emulated kernels, slow to compile, run the first few only."""
     slow = (pytest.param(s, marks=pytest.mark.native) for s in range(first, last))
     return [*range(first, first + emulated), *list(slow)[emulated:]]
 
@@ -183,13 +183,13 @@ def test_a_packed_net_is_right(seed, bits):
     check_packed(seed, bits)
 
 
-@pytest.mark.parametrize("seed", seeds(0, 24, 6))
+@pytest.mark.parametrize("seed", seeds(0, 30, 6))
 @pytest.mark.parametrize("training", (False, True))
 def test_a_net_is_right(seed, training):
     check(seed, training=training)
 
 
-@pytest.mark.parametrize("seed", seeds(40, 46, 2))
+@pytest.mark.parametrize("seed", seeds(40, 48, 2))
 @pytest.mark.parametrize("dtype", cases.DTYPES[1:])
 def test_a_net_in_half_is_near(seed, dtype):
     check(seed, dtype)
