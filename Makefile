@@ -23,7 +23,7 @@ test: $(VENV)/.installed
 
 # What runs on every backend that is here, the emulated one too, by itself.
 EVERYWHERE := routes/test_table.py routes/test_integers.py routes/test_epilogue.py routes/test_moments.py routes/test_proof.py routes/test_proof_kept.py routes/test_proof_refusals.py routes/test_tile_shapes.py routes/test_benchmark.py routes/test_plan_is_the_launch.py routes/test_plan_is_the_cuda_launch.py ops/test_channel_norms.py geometry/test_builders.py geometry/test_reduction_kernels.py inspect/test_doctor.py
-# Files, commands and the docs' code: the same whatever computes.
+# Tests of files, commands and the docs' code, whose results do not depend on routes.
 FILES := inspect/test_docs.py inspect/test_docstrings.py io/test_cli.py io/test_convert.py io/test_hostile_files.py io/test_integer_files.py io/test_io.py io/test_pytorch_files.py io/test_values_that_are_not_finite.py nn/test_decode.py nn/test_evaluate.py nn/test_scans.py nn/test_segment.py nn/test_view.py
 
 # The whole suite with the Metal routes, their kernels run on the CPU (needs clang); without

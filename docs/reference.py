@@ -310,7 +310,7 @@ def mkdocstrings_lines(path: str, names: list[str]) -> Iterator[str]:
 
 
 def made_lines(thing: object, name: str, text: str) -> Iterator[str]:
-    """Yield the entry of what no source file spells out, or of a constant."""
+    """Yield the entry of a name made at run time, or of a constant."""
     yield f"\n## {name} {{ #{name} }}\n"
     if not callable(thing):
         yield f"{text}\n" if text else ""

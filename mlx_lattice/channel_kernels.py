@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import mlx.core as mx
 
 from . import devices, registry, sync
-from .checks import FLOATS
+from .checks import FLOATS, dtype_text
 from .epilogue import (
     NONE,
     SLOPE,
@@ -132,7 +132,7 @@ def norm_teller(parts: Sequence[str], kernels: bool, x: mx.array) -> Tell:
     scope, named = launch.current_scope(), tuple(filter(None, parts))
     backend = registry.serving() if kernels else registry.MLX
     # MLX may keep the returned function, which keeps no array.
-    rows, channels, dtype = *x.shape, str(x.dtype).rpartition(".")[2]  # int8 too
+    rows, channels, dtype = *x.shape, dtype_text(x)
 
     def tell(pass_: str, launches: int | None) -> None:
         norm_observers.tell(

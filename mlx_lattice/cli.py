@@ -563,7 +563,7 @@ def _extra(command: str, extra: str | None) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        if error.name is None or extra is None:  # its message is a sentence
+        if error.name is None or extra is None:  # says what to install
             raise
         needed = error.name.partition(".")[0]
         raise ImportError(f"{command} needs {needed}; {install(extra)}") from error

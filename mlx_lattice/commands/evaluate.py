@@ -132,7 +132,7 @@ def _sum(matrices: list[ConfusionMatrix], net: Segmentor | None) -> ConfusionMat
         total.counts = total.counts + mx.concatenate([known, unknown], axis=1)
     counts = np.array(total.counts)
     occur = np.flatnonzero(counts.sum(axis=1) + counts[:, :-1].sum(axis=0))
-    if net is None and len(occur):  # a label 255 does not add 250 lines
+    if net is None and len(occur):  # leave out classes without points
         total = ConfusionMatrix([label(i) for i in occur])
         total.counts = mx.array(counts[occur][:, [*occur, classes]])
     return total

@@ -155,7 +155,7 @@ class Comparison:
 
     def table(self) -> str:
         """Return a row for each layer and pass, and a line for each trace."""
-        columns, time = [("layer", "left"), ("pass", "left")], "time"
+        columns = [("layer", "left"), ("pass", "left")]
         time = "time" if self.measured else "roofline"
         for letter in self.letters:
             columns += [(f"route {letter}", "left"), (f"{time} {letter}", "right")]

@@ -40,7 +40,7 @@ def points() -> list:
             place.chips,
             1,
         )
-        every = 3 if isinstance(place, MetalHost) else 1  # kernels compile for long
+        every = 3 if isinstance(place, MetalHost) else 1  # slow to compile
         for j, point in enumerate(chosen[::every]):
             activation = ACTIVATIONS[(j + len(found)) % len(ACTIVATIONS)]
             parts = PARTS[0] if j % 2 else PARTS[draw.integers(len(PARTS))]

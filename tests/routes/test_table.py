@@ -87,7 +87,7 @@ def points() -> list:
         chosen = sample(
             f"{route.name}-{pass_}", able, place.chips, 1 if emulated else 2
         )
-        if emulated:  # kernels compile for long: passes share the points
+        if emulated:  # slow to compile: each pass runs half of the points
             chosen = chosen[PASSES.index(pass_) % 2 :: 2] or chosen
         found += [pytest.param(*row.values, p, id=f"{row.id}-{p}") for p in chosen]
     return found

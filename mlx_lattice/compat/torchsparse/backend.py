@@ -12,7 +12,7 @@ _ROWS = 128  # results have a multiple of so many rows
 
 
 class GPUHashTable:
-    """Finds the places of coordinates or hashes, from 1 on; 0 if there is none.
+    """Finds the index of coordinates or hashes, plus 1; 0 if they are not stored.
 
     Args:
         hashmap_keys, hashmap_vals: memory of torchsparse, not used.
@@ -37,7 +37,7 @@ class GPUHashTable:
         strides: torch.Tensor,
         kernel_volume: int,
     ) -> torch.Tensor:
-        """Return int32 places of the rows under a centred kernel, from 1 on; else 0.
+        """Return the index of each row under a centred kernel, plus 1; 0 without a row.
 
         Args:
             coords: (N, 4): x, y, z, batch, multiplied by the strides.
@@ -63,5 +63,5 @@ class GPUHashTable:
         self._values = values.detach().clone()
 
     def lookup_vals(self, values: torch.Tensor) -> torch.Tensor:
-        """Return int32 places of hashes, from 1 on; 0 if there is none."""
+        """Return the int32 index of each hash, plus 1; 0 if it is not stored."""
         return (sphashquery(values, self._values) + 1).int()
